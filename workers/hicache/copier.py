@@ -74,7 +74,7 @@ class Copier:
         """Load and report one layer group per iteration."""
         pages = self._held(pages)
         if after is not None and not all(map(self.owns, pages)):
-            # The region may still hold earlier data for these pages that has not reached the GPU.
+            # The region may still hold earlier data for these pages that has not been copied to the GPU.
             after.synchronize()
         for layers in layer_groups(self._record.layout.layers):
             load.add(len(layers), self._load(pages, layers, after))
@@ -146,6 +146,6 @@ def layer_groups(layers: range) -> Iterator[range]:
 
 
 def _is_peer(record: RankRecord, mine: RankRecord) -> bool:
-    """Return whether a rank holds the same heads and layers as this one, possibly of other pages."""
+    """Return whether a rank holds the same heads and layers as this rank, if not necessarily of the same pages."""
     here, there = mine.coords, record.coords
     return (here.dp, here.tp, here.pp) == (there.dp, there.tp, there.pp)

@@ -61,7 +61,7 @@ class TierWorker:
         self._queues[_QUEUES[job.kind]].put(job)
 
     def submit_layerwise(self, job: TierJob) -> LayerwiseLoad:
-        """Queue a load for the next step. The step waits for each layer that it reads."""
+        """Queue a load for the next step. The step waits for each layer before it reads that layer."""
         load = self._loads[job.job_id] = LayerwiseLoad()
         self.submit(job)
         return load
@@ -187,7 +187,7 @@ class _JobQueue:
             self._changed.notify_all()
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Wait for the running job after ``stop``. Return False on a timeout; its thread ends with the process."""
+        """Wait for the running job after ``stop``. Return False on a timeout; the thread then ends with the process."""
         until_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))

@@ -47,7 +47,7 @@ class Tiers:
         sizes, ownership = records[0].sizes, records[0].ownership
         is_own = sizes.cp == 1 or ownership is KvOwnership.SHARDED
         self.can_load_layerwise = sizes.dp == 1 and (is_own or _share_memory(records))
-        """True if each rank finds its pages on its own host, so that no copy fails, and no other DP rank waits."""
+        """True if there is one DP rank, and each rank finds its pages on its own host, so that no copy can fail."""
 
     def advance(self, now_s: float) -> list[tuple[str, TierJob]]:
         """Submit jobs that are due after an event. Return the jobs to send as (address, job) pairs."""

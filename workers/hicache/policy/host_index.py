@@ -39,7 +39,7 @@ class HostPage:
 
 
 class HostIndex:
-    """Index, by page key, of the host pages of all owners, which are numbered from 0."""
+    """Index of the host pages of all owners by page key. Page numbers start at 0."""
 
     def __init__(self, pages_per_owner: int, num_owners: int, lifetimes: Lifetimes = ONE_LIFETIME) -> None:
         self.num_pages = pages_per_owner * num_owners
@@ -116,7 +116,7 @@ class HostIndex:
         return page
 
     def make_room(self, owner: int, wanted: int) -> int:
-        """Evict pages that were offered to storage until ``wanted`` pages of an owner are free.
+        """Free an owner's pages, until ``wanted`` are free, by evicting pages that should be in storage.
 
         Return the number of free pages, at most ``wanted``.
         """

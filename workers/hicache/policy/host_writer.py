@@ -1,7 +1,7 @@
 """Policy for copying device pages to host memory. Sans I/O.
 
-A copy does not hold its device page or delay its eviction. If the page is evicted before every rank has reported, the
-copy is discarded.
+A copy neither holds its device page nor delays that page's eviction. If the page is evicted before every rank has
+reported, the copy is discarded.
 """
 
 from collections import Counter, deque
@@ -17,7 +17,7 @@ from workers.hicache.policy.jobs import Outcome, TierJobs
 BATCH_PAGES = 64
 """Maximum number of pages per job."""
 MAX_OPEN = 4
-"""Maximum number of open jobs. Further pages wait as keys and are not held."""
+"""Maximum number of open jobs. While further pages wait, only their keys are kept."""
 SELECTIVE_HITS = 2
 """Number of requests that must find a page before ``write_through_selective`` copies it, as in SGLang."""
 MARGIN = 1024
@@ -140,7 +140,7 @@ class HostWriter:
         return [key for key in keys if key not in self._host and self._tree.page_of(key) is not None]
 
     def _next_left(self) -> list[bytes]:
-        """Return pages from ``_left``, as many as open jobs and host memory take without evicting unstored pages."""
+        """Return pages from ``_left``, as many as open jobs and host memory can take if no unstored page is evicted."""
         limit = max(1, MAX_OPEN * BATCH_PAGES // self._host.num_owners)
         return [
             left.popleft()

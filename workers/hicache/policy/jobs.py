@@ -25,7 +25,7 @@ LATE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a finished job. No rank accesses its pages any more."""
+    """Outcome of a finished job. No rank accesses the job's pages any more."""
 
     done: list[bool]
     """One flag per page: True if every rank has done its part."""
@@ -115,7 +115,7 @@ class TierJobs:
         return True
 
     def stuck_pages(self, now_s: float) -> Counter[TierJobKind]:
-        """Count the pages of hanging jobs by kind. They cannot be reused until the storage calls return."""
+        """Count the pages of hanging jobs by kind. Such pages cannot be reused until the storage calls return."""
         pages = Counter[TierJobKind]()
         for job in self._open.values():
             if job.due_s is not None and now_s >= job.due_s:

@@ -19,7 +19,7 @@ MARGIN = 1024
 TIMEOUT_S = 60.0
 """Timeout of a job. Jobs exceed it if pages arrive faster than storage can write them."""
 RENEW_S = 60.0
-"""Time after which a stored page is offered again at its next use, since storage evicts pages silently."""
+"""Time after which a stored page is offered again at its next use, since storage evicts pages without notice."""
 MAX_REPORTED = 1 << 18
 """Maximum number of stored page keys sent to a new router."""
 
@@ -28,7 +28,7 @@ class StorageWriter:
     """Writer that stores pages according to the write policy.
 
     A page that cannot be written is counted and retried at its next use, or under ``write_back`` when it is next due
-    for eviction. While the breaker is open, pages wait, at most as many as host memory has. Offering a stored page
+    for eviction. While the breaker is open, pages wait, at most as many as there are host pages. Offering a stored page
     again costs only a look-up, since ranks write only missing pages.
     """
 

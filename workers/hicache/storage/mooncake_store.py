@@ -1,4 +1,4 @@
-"""Storage of objects in a Mooncake Store cluster, which uses memory on many hosts and evicts the least used objects."""
+"""Storage of objects in Mooncake Store, which uses memory on many hosts and evicts the least recently used objects."""
 
 import os
 import socket
