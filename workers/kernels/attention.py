@@ -32,7 +32,7 @@ _LN_2 = tl.constexpr(math.log(2.0))
 
 
 MOST_BLOCK_KEYS = 64
-"""Maximum number of keys per block. The index of the first key in every paged segment is a multiple of it."""
+"""Maximum number of keys per block. The first key of a paged segment has an index that is a multiple of this number."""
 
 
 @dataclass(frozen=True, slots=True)

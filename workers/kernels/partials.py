@@ -16,7 +16,7 @@ from torch import Tensor
 from workers.kernels.launch import block_of
 
 _BLOCK = tl.constexpr(64)
-"""Number of parts joined into a block before all blocks are joined. Both loops are short on a GPU."""
+"""Number of parts joined into a block before all blocks are joined, which keeps both loops short."""
 _ROWS_AT_ONCE = 64
 """Number of rows joined per iteration. With many more, registers spill."""
 
@@ -25,7 +25,7 @@ PART_FIELDS = ("part", "num_parts", "first_slot", "slot_step")
 
 
 class Parts(NamedTuple):
-    """Memory for parts and their counters. Successive launches on one stream may share it."""
+    """Memory for parts and their counters, which successive launches on one stream may reuse."""
 
     found: Tensor
     """``[slots, heads, D]`` fp32, contiguous: one slot per query of each part."""
