@@ -69,7 +69,7 @@ class ExpertRouter(ShardedLayer):
 
 
 class Experts(ShardedLayer):
-    """Experts of one EP rank, each with this rank's shard of its width."""
+    """Experts of one EP rank. This rank holds a shard of each expert's width."""
 
     def __init__(self, hidden_size: int, inner: Shard, numbers: range) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Experts(ShardedLayer):
         self.gate_up = nn.Parameter(torch.empty(num_local, 2 * inner.size, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(num_local, hidden_size, inner.size), requires_grad=False)
         self.loads = torch.zeros(num_local, dtype=torch.int64, device="cpu")
-        """Number of tokens that each expert has computed since startup. It moves to the GPU in the first step."""
+        """Number of tokens that each expert has computed since startup. Moved to the GPU in the first step."""
         self.numbers = numbers
         """Numbers of these experts in the model."""
         self._inner = inner

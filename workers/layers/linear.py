@@ -117,7 +117,7 @@ class ReplicatedLinear(ShardedLayer):
 
 
 class Embedding(ShardedLayer):
-    """Table [vocab_size, hidden_size] that embeds token ids or scores every token. Ranks divide the vocabulary."""
+    """Table [vocab_size, hidden_size] that embeds token ids or scores every token, sharded over the vocabulary."""
 
     def __init__(self, vocab_size: int, hidden_size: int, group: Communicator) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ def replicated(whole: int) -> Shard:
 
 
 def even_shard(whole: int, part: Part | Communicator) -> Shard:
-    """Return one of ``part.size`` equal shards. If they do not divide evenly, the last shards end in zeros."""
+    """Return one of ``part.size`` equal shards. If ``whole`` does not divide evenly, the last shards end in zeros."""
     size = -(-whole // part.size)
     return Shard(whole, part.rank * size, size)
 
