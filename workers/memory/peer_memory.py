@@ -85,9 +85,9 @@ class PeerMemory:
 class TierMemory:
     """Copies between one rank's pages and its slots in the host tier.
 
-    On a GPU, copies between the pool and pinned host memory run on separate streams. Pages read from peers pass
-    through the transfer region if it is separate from the pool. Saved pages bypass it, since peers may be writing
-    to it.
+    On a GPU, copies between the pool and pinned host memory run on separate streams. Pages read from peers pass through
+    the transfer region if it is separate from the pool. Saved pages bypass the region, since peers may be writing to
+    it.
     """
 
     def __init__(self, memory: PeerMemory, host: Region) -> None:
