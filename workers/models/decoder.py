@@ -107,7 +107,7 @@ class DecoderModel(nn.Module):
         return self.lm_head.scores(hidden).float()
 
     def weights(self) -> dict[str, WeightShard]:
-        """Return this rank's shard of every tensor that the checkpoint must contain, by its name there."""
+        """Return this rank's shards of all tensors that the checkpoint must contain, by the names in the checkpoint."""
         return {
             self.config.checkpoint_name(f"{path}.{name}"): shard
             for path, module in self.named_modules()

@@ -41,7 +41,7 @@ class UnsupportedModelError(UserError):
 
 
 class LayerCost(NamedTuple):
-    """Matrix elements in one layer and activations of one token, by how they are sharded.
+    """Numbers of matrix elements in one layer, and of one token's activations, by how they are sharded.
 
     Each element used costs 2 FLOPs per token. Widths count the matrices' inputs or outputs, but not hidden states.
     """
@@ -54,7 +54,7 @@ class LayerCost(NamedTuple):
     """MLP or shared expert, sharded over DP and TP ranks."""
     experts: int
     routed: int
-    """Experts of one token."""
+    """Experts that one token uses."""
     experts_per_token: int
     """Number of experts that compute each token. 0 for a layer without experts."""
     attention_width: int
@@ -112,7 +112,7 @@ class DecoderConfig:
 
     @property
     def limits(self) -> ModelLimits:
-        """Return the limits on how ranks can share the model."""
+        """Return the limits on how the model can be divided among ranks."""
         return ModelLimits(
             num_heads=self.attention.num_heads,
             num_kv_heads=self.attention.num_kv_heads,

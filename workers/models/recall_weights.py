@@ -28,7 +28,7 @@ HIDDEN_SIZE = NUM_HEADS * HEAD_DIM
 INTERMEDIATE_SIZE = CODE_SIZE // 2
 NUM_EXPERTS = 4
 FIRST_SIGN = 2
-"""First of two signs in a token's code that choose its experts. Earlier signs are equal in half of all codes."""
+"""First of two signs in a token's code that choose its experts. Earlier signs depend on two bits of its id only."""
 MAX_LEN = 131_072
 ROPE_THETA = 1e12
 """Base at which half the frequencies separate adjacent tokens. Over MAX_LEN, the others rotate less than 0.14 rad."""
@@ -53,7 +53,7 @@ LOGIT_SCALE = 40.0
 GATE = 16.0
 """Constant gate value of every expert, large enough that SiLU leaves it unchanged."""
 END_LEVEL = 0.25
-"""Logit of END relative to that of a certain prediction. END wins if there is no match."""
+"""Logit of END, as a fraction of the logit of an unambiguous prediction. END wins if there is no match."""
 
 _DENSE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 _WITH_EXPERTS = {
