@@ -295,11 +295,11 @@ class ModelGroups:
     global_rank: int = 0
     tp: Communicator = field(default_factory=partial(Communicator, "attn_tp"))
     dp: Communicator = field(default_factory=partial(Communicator, "attn_dp"))
-    """Attention shards that share a dense MLP."""
+    """Attention shards whose ranks together hold a dense MLP."""
     moe_shards: Communicator = field(default_factory=partial(Communicator, "moe_shards"))
-    """Attention shards that share experts."""
+    """Attention shards whose ranks together hold the experts."""
     moe_block: Communicator = field(default_factory=partial(Communicator, "moe_block"))
-    """All ranks that share experts."""
+    """All ranks that together hold the experts."""
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
 
     @property
@@ -329,7 +329,7 @@ class ModelGroups:
 
     @property
     def expert_width(self) -> Part:
-        """Return this rank's shard of each of its experts' width."""
+        """Return this rank's shard of the width of each of its experts."""
         return Part(self.position.moe_tp, moe_tp_size(self.parallel))
 
     @property

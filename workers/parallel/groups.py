@@ -163,7 +163,7 @@ def join_group(
 
     ``members`` are global ranks in group order, ``name`` is unique in the store, and ``host`` is a local address that
     other members can reach. The wait ends at the store's timeout, or as soon as a rank of the replica leaves. A later
-    call that lacks a peer for ``timeout_s`` raises CollectiveError. On a GPU, collectives use NCCL, unless
+    collective that lacks a peer for ``timeout_s`` raises CollectiveError. On a GPU, collectives use NCCL, unless
     ``collectives`` requires TCP through the host.
     """
     rank, size, timeout = members.index(global_rank), len(members), timedelta(seconds=timeout_s)

@@ -140,8 +140,8 @@ class SharedMemoryCollectives:
 
     Calls have the same numbers on all ranks, as do pieces within a call. A rank may have more pieces than another. To
     publish a piece, a rank writes the piece's number after its data. After reading all peers' pieces with this number,
-    a rank marks the number as consumed, and at the end of a call the largest possible number. A slot is refilled once
-    all ranks have consumed its content. Only one collective is in flight: starting the next finishes the previous one.
+    a rank marks the number as consumed. At the end of a call, it marks the largest possible number. A slot is refilled
+    once all ranks have consumed its content. Only one collective is in flight: starting the next finishes it.
     """
 
     in_background = False
@@ -182,8 +182,8 @@ class SharedMemoryCollectives:
     def allreduce(self, tensor: Tensor, /) -> SharedMemoryWork:
         """Start a sum. The ranks' tensors are added in rank order, piece by piece.
 
-        Every rank sums one share of a large piece and reads the other sums. Thus each of N ranks reads about twice the
-        tensor's size, instead of N times.
+        Every rank sums one share of a large piece and reads the sums of the other shares. Thus each of N ranks reads
+        about twice the tensor's size, instead of N times.
         """
         data = _bytes_of(tensor)
         return self._begin(data, [data], partial(self._add_up, data, tensor.dtype))

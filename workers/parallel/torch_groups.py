@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from workers.parallel.collectives import Backend, CopiedBack, Work
 
 LEAVE_S = 10.0
-"""Maximum wait in seconds for running collectives when leaving. They end with the process soon after."""
+"""Maximum wait in seconds for running collectives when leaving. Those still running end with the process soon after."""
 
 
 class TorchGroup:
@@ -68,7 +68,7 @@ class GlooBackend(TorchGroup):
 
 
 class _Works:
-    """Several works with one timeout. Separately, each would use the longer timeout of the rendezvous."""
+    """Several running operations, each with the given timeout instead of the rendezvous's longer default."""
 
     def __init__(self, works: Sequence[dist.Work], timeout: timedelta) -> None:
         self._works = works
