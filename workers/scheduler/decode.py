@@ -236,7 +236,7 @@ class DecodeLeader(DpLeader):
             self._end(request, "nothing writes to its pages any more")
 
     def _verify(self, request: DecodeRequest, session: ReceiverSession) -> None:
-        """Start decoding. If there are digests, first ask the ranks that they name to compare their pages."""
+        """Start decoding. If there are digests, first ask the ranks named in them to compare their pages."""
         if not session.digests:
             self._begin_decoding(request, session)
             return
@@ -292,7 +292,7 @@ class DecodeLeader(DpLeader):
         )
 
     def _emit_first(self, request: DecodeRequest, output: Output) -> None:
-        """Send a request's first token. It may also be the last, so other choices first get the pages they share."""
+        """Send a request's first token, which may be its last. Choices that share its pages get them beforehand."""
         request.has_prompt = True
         for choice in self._queue.end_wait(request.room):
             self._queue.add(choice, self._now_s)

@@ -215,7 +215,7 @@ class PageHolders:
         return self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
 
     def next_key(self, sequence: TokenSequence) -> bytes | None:
-        """Return the key of the first page that a waiting sequence would compute. None if it is not a full page."""
+        """Return the key of the first page that a waiting sequence would compute. None if that page is not full."""
         keys = self._prefix_keys(sequence)
         num_cached = self._allocator.count_cached(keys)
         return keys[num_cached] if num_cached < len(keys) else None

@@ -84,7 +84,7 @@ class PrefillLeader(DpLeader):
                 reason = f"the request itself did not arrive from the router within {waited_s:g} s"
                 self.ended.add(room, reason)
                 self._refuse(ticket, reason)
-        # All other requests have a ticket, so decode asks whether they are still needed.
+        # Requests in other states have a ticket, so decode asks whether they are still needed.
         self.inquire(request.submit for request in self._requests.values() if request.state is PrefillState.QUEUED)
         self.report_cache()
 

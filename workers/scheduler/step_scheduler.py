@@ -203,7 +203,7 @@ class StepScheduler:
                 self._note_computing(chosen, candidates, budget)
 
     def _who_computes(self, sequence: TokenSequence, candidates: _Candidates) -> TokenSequence | None:
-        """Return the sequence that computes this one's next page, usually itself. None if it cannot get pages."""
+        """Return the sequence that computes this one's next page, usually itself. None if this one cannot get pages."""
         if sequence.kv.pages:
             return sequence
         key = self.holders.next_key(sequence)
