@@ -34,7 +34,7 @@ class Samples:
     """Sizes of the measurements during warm-up."""
 
     tokens: tuple[int, int]
-    """Smallest and largest token count. The count quadruples in between. At the largest, arithmetic dominates."""
+    """Smallest and largest token count. The count quadruples in between. At the largest count, arithmetic dominates."""
     queries: int
     prefix: int
     rows: tuple[int, int]
@@ -78,7 +78,7 @@ class Device:
         return None
 
     def on_stream(self, stream: Stream | None, after: Event | None) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context whose work runs after an event, on the given stream or else on the current one."""
+        """Return a context in which work runs after an event, on the given stream or, by default, the current one."""
         return nullcontext()
 
     def put(self, on_host: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Device:
         return on_host
 
     def put_index(self, numbers: Sequence[int]) -> Tensor:
-        """Return integers on the device, to index with. Indexing with a list would block the host during the copy."""
+        """Return integers on the device, for indexing. Indexing with a list would block the host during the copy."""
         return self.put(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
 
     def argmax(self, scores: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class Rank:
 def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     """Join the groups, load the weights, and allocate the pool. Every rank of the replica calls this."""
     with ExitStack() as on_failure:
-        # Peers that wait for this rank to join a group or warm up then fail immediately instead of after the timeout.
+        # After a failure, peers that wait for this rank to join or warm up fail immediately, not after the timeout.
         on_failure.callback(leave_store, store, spec.global_rank)
         # The device is opened before the groups, because only a rank that has its GPU can join them.
         device = open_device(spec.config.resources.device)

@@ -46,7 +46,7 @@ class Worker:
     """Process of one rank. Every rank calls ``load``, and then ``run`` with all ranks' records."""
 
     def __init__(self, spec: WorkerSpec, model_folder: Path, rendezvous: Rendezvous | None) -> None:
-        """Create a worker. Without a rendezvous, it does not register, and the leader gets the table in messages."""
+        """Create a worker. Without a rendezvous, workers do not register, and the leader gets the table in messages."""
         use_cpu(spec.config.resources.threads_per_worker)
         self.spec = spec
         self.heartbeat = Heartbeat()
