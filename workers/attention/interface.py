@@ -117,7 +117,7 @@ class AttentionBackend(Protocol):
         """Prepare one step over rows. A query sees its request's keys up to its own position.
 
         Query and key runs that overlap in position must have equal steps, unless one of them is a single token. With a
-        window, runs that do not overlap must too.
+        window, this includes runs that do not overlap.
         """
 
     def prepare_graph(self, shape: GraphShape) -> GraphAttention | None:
