@@ -22,7 +22,7 @@ ALL_REDUCES = 2
 TILE = 256
 """Number of queries and of keys per kernel tile."""
 _FIXED_COSTS = 20
-"""Minimum duration of a full step with a single pipeline stage, as a multiple of its fixed cost."""
+"""Minimum duration of a full step with a single pipeline stage, as a multiple of the step's fixed cost."""
 MIN_GAIN = 0.02
 """Minimum relative gain for dividing a step. Below it, every rank computes everything."""
 
@@ -269,7 +269,7 @@ class StrategyChoice:
 
 
 Choose = Callable[[Sequence[ScheduledRequest]], StrategyChoice]
-"""Function from a step's scheduled requests to its shape."""
+"""Function from a step's scheduled requests to the step's shape."""
 
 
 def undivided(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:

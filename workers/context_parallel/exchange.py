@@ -24,7 +24,7 @@ class PendingGather:
         return self._rows
 
     def of_rank(self, cp_rank: int) -> Tensor:
-        """Return one rank's rows in its local order. Call ``wait`` first."""
+        """Return one rank's rows in that rank's local order. Call ``wait`` first."""
         if self._plan.is_replicated:
             return self._rows
         begin = cp_rank * self._plan.padded_len
