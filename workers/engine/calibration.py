@@ -131,7 +131,7 @@ def _measure_attention(
 def _measure_exchange(
     model: DecoderModel, pool: PagePool, group: Communicator, shape: ModelShape
 ) -> tuple[float, float, float]:
-    """Measure a collective's latency, the bytes received per second, and the share of time hidden by other work."""
+    """Measure a collective's latency, the bytes received per second, and the fraction of time hidden by other work."""
     if group.size == 1:
         return _FALLBACK.exchange_s, _FALLBACK.exchange_bytes_per_s, _FALLBACK.hidden_share
 

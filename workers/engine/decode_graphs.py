@@ -30,8 +30,8 @@ REPLAYED = "replayed"
 _log = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
-"""Function that captures a computation. It returns the result, at a fixed address, and a function that replays it. It
-raises CaptureError if the capture fails.
+"""Function that captures a computation. It returns the result, at a fixed address, and a function that replays the
+computation. It raises CaptureError if the capture fails.
 """
 
 
@@ -40,7 +40,7 @@ class CaptureError(RuntimeError):
 
 
 class GraphCapture:
-    """Capture of computations as CUDA graphs. The graphs share memory, since no two are replayed together."""
+    """Capture of computations as CUDA graphs. The graphs share memory, since only one is replayed at a time."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         """Use one ``stream`` for all captures, since libraries allocate memory per stream."""
@@ -61,7 +61,7 @@ class GraphCapture:
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 out = compute()
         except RuntimeError as error:
-            # Torch leaves its own stream current, and its allocator may still be capturing into the pool.
+            # After a failure, torch's own stream is current, and its allocator may still be capturing into the pool.
             torch.cuda.set_stream(usual)
             with suppress(RuntimeError):  # the allocator has already stopped
                 torch._C._cuda_endAllocateToPool(usual.device_index, self._memory)

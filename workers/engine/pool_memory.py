@@ -55,7 +55,7 @@ def _measure(
 ) -> GpuMemory:
     """Measure memory use with weights but without a pool. The step's own pages count as activations.
 
-    Graphs are captured over a single page here, and again later over the pool, at its own addresses.
+    Graphs are captured over a single page here, and again later over the pool, at the pool's addresses.
     """
     pool_config = spec.pool
     chunk_len = pool_config.chunk_tokens

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointError(UserError):
-    """Checkpoint with files that are missing, damaged, or inconsistent with its config.json. The message names them."""
+    """Checkpoint whose files are missing, damaged, or inconsistent with config.json. The message names the files."""
 
 
 def load_model(
