@@ -117,7 +117,7 @@ class HostWriter:
             self._seen = self._tree.version, self._host.version
 
     def _next_to_go(self) -> list[bytes]:
-        """Return the next pages to evict, as many as fit into host memory. Touch those that host memory already has."""
+        """Return the next pages to evict that fit into host memory. Only touch pages that host memory already has."""
         room = [self._host.num_movable(owner) for owner in range(self._host.num_owners)]
         wanted = []
         for owner in range(self._tree.num_owners):

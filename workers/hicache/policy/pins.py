@@ -29,7 +29,7 @@ class Pins:
         return bool(self._prompts)
 
     def refusal(self, keys: Sequence[bytes]) -> str:
-        """Return why a prompt cannot be pinned; empty if it can."""
+        """Return why a prompt cannot be pinned; empty if it can be pinned."""
         num_pages = self._num_pages.copy()
         for owner, key in self._owned(keys):
             num_pages[owner] += key not in self

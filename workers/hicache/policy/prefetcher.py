@@ -25,7 +25,7 @@ MIN_TOKENS = 256
 BASE_S = 1.0
 """Constant part of the wait under ``timeout``: enough for a few look-ups and reads from a slow disk."""
 S_PER_1K_TOKENS = 0.25
-"""Additional wait per 1000 tokens under ``timeout``, as in SGLang. Computing them takes about as long."""
+"""Additional wait per 1000 tokens under ``timeout``, as in SGLang. Computing 1000 tokens takes about as long."""
 LONGEST_S = 30.0
 """Maximum reading time per request under the other policies."""
 

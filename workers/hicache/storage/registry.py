@@ -31,7 +31,7 @@ def make_storage(config: StorageConfig, host: str) -> StorageBackend | None:
 
 
 class OpeningStorage:
-    """Storage backend that opens another one on a separate thread. Calls fail until it is open, which may take minutes.
+    """Storage backend that opens another one on a separate thread, which may take minutes. Until then, calls fail.
 
     A call after a failed attempt starts a new attempt, so the leader's breaker limits the rate of attempts.
     """
