@@ -24,7 +24,7 @@ class AttentionConfig:
 
     @property
     def kv_size(self) -> int:
-        """Return the number of elements in one token's keys, which equals that in its values."""
+        """Return the number of elements in one token's keys, which is also the number in its values."""
         return self.num_kv_heads * self.head_dim
 
     def of_rank(self, tp_size: int) -> "AttentionConfig":

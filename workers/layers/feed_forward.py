@@ -117,7 +117,7 @@ class Experts(ShardedLayer):
         return kernels.sum_choices(answers, sorted_rows.rows, routed.weights)
 
     def _counted(self, experts: Tensor) -> tuple[Tensor, list[int]]:
-        """Return ``order_by_expert`` for ``experts``, and add its counts to the loads."""
+        """Return ``order_by_expert`` for ``experts``, and add the number of choices per expert to the loads."""
         order, counts = order_by_expert(experts, self.numbers.start, len(self.loads))
         self.loads += device_of(self.loads).put_index(counts)
         return order, counts
