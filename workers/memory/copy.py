@@ -12,8 +12,8 @@ from transfer.page_range import PageRange
 from workers.device import Event, Stream, device_between, device_of, is_within_device
 
 LEAST_PIECE_BYTES = 448 << 10
-"""Minimum piece size for the copy engine. A kernel copies smaller pieces. This is an estimate: at 50 GB/s, such a piece
-takes 9 µs, which is how long the host takes to issue one copy.
+"""Minimum piece size for the copy engine. A kernel copies smaller pieces. This is an estimate: at 50 GB/s, copying such
+a piece takes 9 µs, as long as the host takes to issue one copy.
 """
 
 
