@@ -179,7 +179,7 @@ def read_attention(hf: HfConfig, *, head_dim: int | None = None, **flags: bool) 
 
 
 def read_experts(hf: HfConfig, *, renormalize: bool, intermediate_size: str, shared_size: int = 0) -> MoeConfig:
-    """Read the number and size of experts. ``intermediate_size`` is the key of their width."""
+    """Read the number and size of experts. ``intermediate_size`` is the key of the experts' width."""
     num_experts = hf.positive("num_experts" if "num_experts" in hf.raw else "num_local_experts")
     top_k = hf.positive("num_experts_per_tok")
     if top_k > num_experts:

@@ -31,7 +31,7 @@ FIRST_SIGN = 2
 """First of two signs in a token's code that choose its experts. Earlier signs depend on two bits of its id only."""
 MAX_LEN = 131_072
 ROPE_THETA = 1e12
-"""Base at which half the frequencies separate adjacent tokens. Over MAX_LEN, the others rotate less than 0.14 rad."""
+"""Base at which half the frequencies separate adjacent tokens. Over MAX_LEN, the rest rotate less than 0.14 rad."""
 
 FAST = slice(0, HEAD_DIM // 4)
 """First dimensions of the fast frequency pairs. The second dimension of each pair is HEAD_DIM / 2 higher."""

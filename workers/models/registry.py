@@ -16,7 +16,7 @@ FAMILIES: Mapping[str, Callable[[HfConfig], DecoderConfig]] = {
     "Qwen3MoeForCausalLM": qwen3_moe.read,
     "MixtralForCausalLM": mixtral.read,
 }
-"""Functions that read each family's config.json, by its `architectures`. They raise UnsupportedModelError."""
+"""Functions that read a family's config.json, by architecture name. They raise UnsupportedModelError."""
 
 
 def read_model_config(folder: Path) -> DecoderConfig:

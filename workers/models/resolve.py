@@ -9,7 +9,7 @@ from workers.models.recall import VERSION, build_recall_checkpoint
 from workers.models.recall_weights import BUILT_IN
 
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Patterns of a repository's files other than weights."""
+"""Patterns that match a repository's files except weights."""
 EVERYTHING = (*DESCRIPTION, "*.safetensors")
 
 
