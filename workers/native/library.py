@@ -78,9 +78,9 @@ class Library:
     ) -> None:
         """Merge attention of ``query [tokens, heads, D]`` over ``key`` and ``value [page, H, slot, D]`` into a partial.
 
-        ``items [n, 7]`` are rows of Item in attention.cpp, no two of which share a query. ``tables`` holds their page
-        numbers. Both are int64. Indices are not checked against the tensors' sizes. Elements of a head must be adjacent
-        in memory, and ``out`` and ``lse``, the partial, must be contiguous.
+        ``items [n, 7]`` are rows of Item in attention.cpp, no two of which have a query in common. ``tables`` holds
+        their page numbers. Both are int64. Indices are not checked against the tensors' sizes. Elements of a head must
+        be adjacent in memory, and ``out`` and ``lse``, the partial, must be contiguous.
         """
         if not len(items):
             return
