@@ -66,7 +66,7 @@ class PeerFlags:
         return size * _LINE * 8
 
     def set(self, flag: Flag, number: int) -> None:
-        """Publish a number. Ranks that read it also see all earlier writes to shared memory."""
+        """Publish a number. Ranks that read it also see all that this rank wrote to shared memory before."""
         self._flags[self._rank * _LINE + flag] = number
 
     def wait_for(self, flag: Flag, peers: Iterable[int], number: int) -> None:

@@ -95,7 +95,7 @@ class NcclBackend(TorchGroup):
             if output.numel():
                 self._group.recv([output], (self._rank - distance) % self._size, 0)
         finally:
-            # End it even after an error, or NCCL would add this thread's next collective to the open call.
+            # End the joint call even after an error, or NCCL would add this thread's next collective to it.
             work: Work | None = self._group._end_coalescing()
         return work or _Works([], timedelta())  # None if there is nothing to send
 
@@ -112,7 +112,7 @@ class NcclBackend(TorchGroup):
 
 
 class MovedBackend:
-    """Backend that copies tensors to another backend's device, and results back, unless they are already there."""
+    """Backend that copies tensors to another backend's device, and results back, unless already on that device."""
 
     def __init__(self, backend: Backend, device: torch.device) -> None:
         self.in_background = backend.in_background
