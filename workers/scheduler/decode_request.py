@@ -168,7 +168,7 @@ def count_pages(requests: Iterable[DecodeRequest]) -> int:
 
 
 def all_wait(requests: Iterable[DecodeRequest], scheduler: StepScheduler) -> bool:
-    """Return whether all these requests wait for pages and none can get them now."""
+    """Return whether all these requests wait for pages and none of them can get any now."""
     waiting = {DecodeState.QUEUED} if scheduler.holders.running else {DecodeState.QUEUED, DecodeState.RUNNING}
     return all(request.state in waiting for request in requests) and not scheduler.has_work()
 
@@ -339,7 +339,7 @@ class DecodeQueue:
         return _total(self._demands(request, self._shared_pages(request)))
 
     def _shared_pages(self, request: DecodeRequest) -> PageLists:
-        """Return the first choice's full prompt pages. Empty if it has ended or has freed some of the needed pages."""
+        """Return the first choice's full prompt pages. Empty if that choice has ended or freed some needed pages."""
         submit = request.submit
         if submit.prompt_of is None:
             return []

@@ -51,7 +51,7 @@ class DpLeader(ABC):
         self.outgoing: list[tuple[str, Message]] = []
         """Messages to send, as (address, message). The loop takes them."""
         self.must_end = ""
-        """Reason why this replica cannot continue. Empty while it can."""
+        """Reason why this replica cannot continue. Empty while it can continue."""
         self.dropped: Counter[str] = Counter()
         """Number of messages without effect, by type."""
         self.me = me
@@ -141,7 +141,7 @@ class DpLeader(ABC):
             self.tiers.prefetcher.forget(room, self._now_s)
 
     def on_other(self, message: Message) -> None:
-        """Handle a message that both roles handle alike. Drop any other message."""
+        """Handle a message that both roles handle in the same way. Drop any other message."""
         match message:
             case Drain() | Resume():
                 self.draining = isinstance(message, Drain)
@@ -216,7 +216,7 @@ class DpLeader(ABC):
         self.send(command.sender.address, answer)
 
     def _refusal(self, wanted: Wanted) -> str:
-        """Return why this replica cannot execute a command. Empty if it can."""
+        """Return why this replica cannot execute a command. Empty if it can execute the command."""
         match wanted:
             case PinPages() | UseStorage() if self.tiers is None:
                 return "no host memory is configured for cached pages (hicache.host_gib)"
@@ -240,7 +240,7 @@ class DpLeader(ABC):
         self.dropped[type(message).__name__] += 1
 
     def too_large(self, prompt_pages: int) -> str | None:
-        """Return why a prompt with this many pages can never be served here. None if it can."""
+        """Return why a prompt with this many pages can never be served here. None if it can be served."""
         num_pages, pool_pages = prompt_pages * self._allocator.lifetimes.num, self._allocator.num_pages
         if num_pages <= pool_pages:
             return None

@@ -306,7 +306,7 @@ class PrefillLeader(DpLeader):
         self._stop(request, reason)
 
     def _confirm_stopped(self, request: PrefillRequest) -> None:
-        """Report to decode that nothing more will be written: Drained if it revoked its ticket, otherwise Refused."""
+        """Report to decode that nothing more will be written: Drained if decode revoked the ticket, else Refused."""
         ticket = request.ticket
         assert ticket is not None
         if request.is_revoked:

@@ -39,7 +39,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """Sequences other than streams that can be computed in the next step."""
+    """Sequences, other than streams, that can be computed in the next step."""
 
     sequences: list[TokenSequence]
     precedences: Mapping[Room, Precedence]
@@ -184,7 +184,7 @@ class StepScheduler:
 
     @property
     def _oldest_share(self) -> float:
-        """Return the oldest sequences' share of this step. With a context limit, it is larger in every other step."""
+        """Return the oldest sequences' share of this step. With a context limit, every other step has a larger one."""
         share = self._limits.oldest_share
         if self._limits.max_context_tokens is None:
             return share
