@@ -47,7 +47,7 @@ class Recorder:
             self._logs.popitem(last=False)
 
     def begin(self, plan: StepPlan) -> bool:
-        """Start a step. Return whether any of its requests is traced. Until ``end``, ``note`` adds to their logs."""
+        """Start a step. Return whether it has traced requests, to whose logs ``note`` adds until ``end``."""
         for new in plan.new_requests:
             if new.traced:
                 self.trace(new.room)
