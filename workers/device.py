@@ -25,7 +25,7 @@ _LARGEST_BYTES = 32 << 20
 """Largest mmap threshold that glibc accepts."""
 
 Event = torch.cuda.Event
-"""Event that completes once all GPU work started before it is complete. None stands for a completed event."""
+"""Event that completes after all GPU work that was started before the event. None stands for a completed event."""
 Stream = torch.cuda.Stream
 
 
@@ -70,7 +70,7 @@ class Device:
         return time.perf_counter()
 
     def record_event(self) -> Event | None:
-        """Record an event after all work that this thread has started; return None if all of it is complete."""
+        """Record an event after all work that this thread has started; return None if that work is complete."""
         return None
 
     def copy_stream(self) -> Stream | None:
