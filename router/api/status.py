@@ -93,14 +93,10 @@ def state_routes(service: Service) -> APIRouter:
         """Return the status page's data."""
         return _json(_status(service))
 
+    @router.get("/ping")
     @router.get("/health")
     async def health() -> dict[str, str]:
         """Return 200 while the router runs, whatever the state of the replicas."""
-        return {"status": "ok"}
-
-    @router.get("/ping")
-    async def ping() -> dict[str, str]:
-        """Return 200 while the router runs, as hosting services expect of this path."""
         return {"status": "ok"}
 
     @router.get("/load")

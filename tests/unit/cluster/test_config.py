@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.plan import schema_text
+from cluster.spec import loader
 from cluster.spec.config import DeployConfig, Device, TransferBackendName
 from cluster.spec.errors import ConfigError
 from cluster.spec.loader import load_config, parse_config
@@ -279,3 +280,13 @@ def test_schema_describes_every_key() -> None:
     sections = [definition for definition in definitions.values() if "properties" in definition]
     assert len(sections) == 12
     assert all("description" in key for section in sections for key in section["properties"].values())
+
+
+def test_built_in_files_have_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(loader, "BUILT_IN_FOLDERS", [tmp_path / "none", DEPLOY])
+    monkeypatch.chdir(tmp_path)
+    for name in ("local-cpu", "local-cpu.yaml"):
+        assert load_config(Path(name)) == load_config(DEPLOY / "local-cpu.yaml")
+    with pytest.raises(ConfigError) as refused:
+        load_config(Path("nowhere"))
+    assert str(refused.value) == f"nowhere: no such file; built-in files: {', '.join(file.stem for file in TOPOLOGIES)}"

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from cluster.cli.main import main
 from cluster.planner.model import UnknownModel, facts_of, read_model
 from cluster.planner.plan import Plan, make_plan
-from cluster.spec import loader
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import ConfigError
 from cluster.spec.ids import Role
 from cluster.spec.loader import load_config, parse_config
 from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.ranks import positions, sizes_of
-from cluster.spec.version import VERSION
 from tests.fakes.kv import kv_geometry
 
 QWEN = {
@@ -335,19 +333,6 @@ def test_missing_file_and_missing_folder_are_one_line(baton: RunBaton, tmp_path:
         "model.path: got './nowhere', which is not a folder; "
         "allowed: recall, recall-moe, a local folder, a Hugging Face repository\n",
     )
-
-
-def test_built_in_files_have_names(baton: RunBaton, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(loader, "BUILT_IN_FOLDERS", [tmp_path / "none", TOPOLOGIES[0].parent])
-    monkeypatch.chdir(tmp_path)
-    plans = [baton("plan", *name, "--json") for name in ([], ["local-cpu"], ["local-cpu.yaml"])]
-    assert plans == [(0, plans[0][1], "")] * 3
-    names = ", ".join(file.stem for file in TOPOLOGIES)
-    assert baton("plan", "nowhere") == (2, "", f"nowhere: no such file; built-in files: {names}\n")
-
-
-def test_the_version(baton: RunBaton) -> None:
-    assert baton("--version") == (0, f"baton {VERSION}\n", "")
 
 
 def test_model_option_wins_over_the_file(baton: RunBaton, tmp_path: Path, model_folder: Path) -> None:

@@ -3,13 +3,16 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cluster.bench.endpoint import key_headers
+from cluster.cli.main import app
 from cluster.spec.config import DeployConfig
 from cluster.spec.config_node import Node
 from cluster.spec.env import ALL, API_KEYS, CACHE_DIR, TOKEN
 from cluster.spec.errors import ConfigError, UserError
 from cluster.spec.loader import parse_config
+from cluster.spec.version import VERSION
 from tests import readme
 from tests.configuration_page import reference_text
 
@@ -23,6 +26,11 @@ def keys(kind: type[Node] = DeployConfig, path: str = "") -> list[str]:
         is_section = isinstance(field.default, Node)
         found += keys(type(field.default), f"{path}{name}.") if is_section else [path + name]
     return found
+
+
+def test_the_version() -> None:
+    shown = CliRunner().invoke(app, ["--version"])
+    assert (shown.exit_code, shown.output) == (0, f"baton {VERSION}\n")
 
 
 def test_the_committed_page_is_current() -> None:
