@@ -19,6 +19,7 @@ ON_GPUS = (
     "workers.attention.triton.",
     "workers.attention.flash_attn",
 )
+MOONCAKE_STORE = "workers.hicache.storage.mooncake_store"
 USES_TORCH_DISTRIBUTED = ("workers/parallel/", "workers/context_parallel/")
 
 LOADED = """
@@ -84,8 +85,13 @@ def test_every_module_of_the_command_line_loads_without_torch_and_ray() -> None:
 
 
 def test_workers_on_a_cpu_load_no_gpu_library() -> None:
-    modules = [name for name in modules_under("workers") if not name.startswith(ON_GPUS)]
+    modules = [name for name in modules_under("workers") if not name.startswith((*ON_GPUS, MOONCAKE_STORE))]
     assert heavy_modules_loaded(modules, {"triton", "flash_attn"}) == "[]"
+
+
+@pytest.mark.mooncake
+def test_the_mooncake_store_loads_no_gpu_library() -> None:
+    assert heavy_modules_loaded([MOONCAKE_STORE], {"triton", "flash_attn"}) == "[]"
 
 
 def test_torch_distributed_stays_in_its_two_packages() -> None:

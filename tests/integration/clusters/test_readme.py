@@ -31,8 +31,8 @@ NO_AGENT = "No available agent to submit job"
 
 @pytest.fixture(scope="class")
 def cluster() -> Iterator[Terminal]:
-    # The environment of the tests replaces the one that make would create.
-    make = [*shlex.split(readme.command("make serve")), f"VENV={Path(sys.prefix)}"]
+    # The environment of the tests replaces the one that make would create. make allows no spaces in a target's path.
+    make = [*shlex.split(readme.command("make serve")), f"VENV={os.path.relpath(sys.prefix, readme.ROOT)}"]
     with Terminal(make) as terminal:
         terminal.wait_until(_is_ready, START_S)
         yield terminal
