@@ -203,7 +203,7 @@ class RaySystem:
             self.temp_dir = _make_temp_dir()
             self._guard = Guard(self.temp_dir)
             try:
-                with _signals_kept(), _daemons_apart(self._guard):
+                with _signals_kept(), _own_import_path(), _daemons_apart(self._guard):
                     _init_here(num_cpus, self.temp_dir, common)
                 return
             except Exception as exc:  # Ray has no exception class for a start timeout
@@ -231,7 +231,7 @@ class RaySystem:
 def _join(address: str, common: dict[str, Any]) -> None:
     try:
         _probe(address)
-        with _signals_kept():
+        with _signals_kept(), _own_import_path():
             ray.init(address, **common)
     except UserError:
         raise
@@ -274,6 +274,11 @@ def _not_started(error: Exception, waited_s: float) -> str:
 def _signals_kept() -> AbstractContextManager[None]:
     """Keep the driver's own signal handlers: Ray's would raise SystemExit at any point, possibly with locks held."""
     return _replaced(ray_utils, "set_sigterm_handler", lambda _: None)
+
+
+def _own_import_path() -> AbstractContextManager[None]:
+    """Let actors import from where Baton is installed. Ray would put the current folder first, with any router.py."""
+    return _replaced(os.path, "curdir", str(Path(__file__).parents[1]))
 
 
 def _daemons_apart(guard: Guard) -> AbstractContextManager[None]:

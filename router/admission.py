@@ -219,7 +219,7 @@ class Gate:
             async with asyncio.timeout(self._max_wait_s):
                 return await answer
         except TimeoutError:
-            why = f"{self._why}; waited {self._max_wait_s:g} s (router.max_wait_s)"
+            why = f"waited {self._max_wait_s:g} s (router.max_wait_s): {self._why}"
             raise QueueFullError(why, "max_wait_s") from None
         except asyncio.CancelledError:
             if answer.done() and not answer.cancelled() and answer.exception() is None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 
 from tests.readme import ROOT
@@ -26,16 +27,16 @@ LAST_LINES = 40
 
 
 class Terminal:
-    """Command that runs in the repository's root. Leaving the context kills what still runs on the terminal."""
+    """Command in a folder, by default the repository's root. Leaving the context kills what still runs on it."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, folder: Path = ROOT) -> None:
         self._fd, inside = pty.openpty()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _ON_THE_TERMINAL, *command],
             stdin=inside,
             stdout=inside,
             stderr=inside,
-            cwd=ROOT,
+            cwd=folder,
             env=os.environ | (env or {}),
             start_new_session=True,
         )

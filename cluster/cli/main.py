@@ -3,7 +3,9 @@
 Modules imported here are light. Each command imports what it needs when it runs.
 """
 
+import importlib.util
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -57,8 +59,19 @@ app.command("simulate")(simulate.simulate)
 app.command("schema")(plan.schema)
 
 
+def _check_packages() -> None:
+    """Raise UserError if a file of the current folder would be imported instead of one of Baton's packages."""
+    root = Path(__file__).parents[2]
+    for name in ("cluster", "router", "transfer", "workers"):
+        spec = importlib.util.find_spec(name)
+        found = Path(spec.origin or "") if spec is not None else root
+        if not found.is_relative_to(root):
+            raise UserError(f"{found} hides Baton's package {name!r}: rename it, or run this command in another folder")
+
+
 def main() -> None:
     try:
+        _check_packages()
         app()
     except UserError as exc:
         sys.stderr.write(f"{exc}\n")

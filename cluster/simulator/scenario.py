@@ -43,7 +43,7 @@ class FaultKind(StrEnum):
 
 
 COMMANDS = frozenset({FaultKind.RESTART, FaultKind.SCALE, FaultKind.STAND_BY})
-"""Operator commands, in which nothing fails."""
+"""Faults that are operator commands; no component fails in them."""
 _MILD = frozenset({FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE})
 
 

@@ -124,7 +124,7 @@ def _storage(config: DeployConfig) -> Iterator[Problem]:
     hicache, backend = config.hicache, config.hicache.storage.backend
     if backend is not StorageBackendName.NONE and not (hicache.has_host and config.kv.prefix_cache):
         given = f"hicache.host_gib = {hicache.host_gib} and kv.prefix_cache = {str(config.kv.prefix_cache).lower()}"
-        allowed = "none, unless hicache.host_gib is above 0 and kv.prefix_cache is true"
+        allowed = "none; other backends need hicache.host_gib above 0 and kv.prefix_cache = true"
         yield Problem("hicache.storage.backend", f"got {backend} with {given}; allowed: {allowed}")
 
 

@@ -166,7 +166,7 @@ class PrefillConfig(PoolConfig):
     skip_below_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
     """Number of uncached prompt tokens below which decode computes the prompt itself, without prefill; 0 for never."""
     max_queued_tokens: PositiveInt = 8_388_608
-    """Maximum number of prompt tokens that wait at one replica; when all replicas are full, clients get 429."""
+    """Maximum number of prompt tokens that wait at one replica; when all are full, requests wait in the router."""
 
     @property
     def ownership(self) -> KvOwnership:
@@ -280,7 +280,7 @@ class ResourcesConfig(Node):
     """Memory of one GPU, in GiB, for the estimates of `baton plan`; workers query the GPU."""
     machine_memory_gib: MemoryGib | None = None
     """Memory of one machine, in GiB; a configuration that needs more is refused. By default, `baton up` uses the
-    memory of its own machine."""
+    memory of its own machine if all workers run there on CPUs."""
     attention: AttentionSetting = AttentionSetting.AUTO
     """Attention backend; `auto` uses the fastest one for the device, and the worker's log says which and why. `torch`,
     for any device, is the reference."""

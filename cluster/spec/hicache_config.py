@@ -59,8 +59,8 @@ class HicacheConfig(Node):
     host_gib: Annotated[float, Field(ge=0, le=65536, strict=True)] = 0.0
     """Host memory of each worker for cached pages, in GiB; 0 for none. Storage needs host memory."""
     write: WritePolicy = WritePolicy.WRITE_THROUGH
-    """Policy for copying pages to the tier below: `write_through` immediately, `write_through_selective` once two
-    requests have found them, `write_back` shortly before they are evicted."""
+    """Policy for copying pages to the tier below: `write_through` immediately, `write_through_selective` after two
+    cache hits, `write_back` shortly before they are evicted."""
     storage: StorageConfig = StorageConfig()
     """The tier below host memory."""
 

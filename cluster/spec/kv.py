@@ -221,7 +221,7 @@ def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int
 
 
 def first_owner(key: bytes) -> int:
-    """Return the owner number of page 0, given its key. Page j's number is this plus j; modulo n, it selects a rank."""
+    """Return the owner number of page 0, given its key. The owner of page j is this plus j, modulo the owners."""
     return int.from_bytes(key[:8], "little")
 
 

@@ -140,15 +140,25 @@ def sender_of(
     )
 
 
+def case_of(decode: Inbox) -> tuple[Loopback, RankRecord, Region, Region, NewRequest]:
+    """Return a backend, a prefill rank and its pool, the decode pool, and a request."""
+    backend, mine = Loopback(), record(Role.PREFILL, 0, 1, NUM_PAGES)
+    source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
+    return backend, mine, source, target, new_request_to(decode, target)
+
+
+def assert_reported(leader: Inbox, state: SendState) -> None:
+    (report,) = messages(leader, 1)
+    assert isinstance(report, SendReport)
+    assert report.state is state
+
+
 def _fail(error: Exception) -> None:
     pytest.fail(repr(error))
 
 
 def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: Inbox, leader: Inbox) -> None:
-    backend = Loopback()
-    mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
-    source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
-    new = new_request_to(decode, target)
+    backend, mine, source, target, new = case_of(decode)
     plan = plan_of(new, PAGES)
     with closing(sender_of(mine, leader, source, backend)) as sender:
         backend.gate.clear()
@@ -167,10 +177,7 @@ def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: In
 
 def test_a_failed_transfer_does_not_restart_with_the_next_chunk(decode: Inbox, leader: Inbox) -> None:
     """Another request can own the pages once the leader knows of the failure."""
-    backend = Loopback()
-    mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
-    source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
-    new = new_request_to(decode, target)
+    backend, mine, source, target, new = case_of(decode)
     last = plan_of(new, PAGES)
     first = replace(
         last, scheduled=[replace(last.scheduled[0], first_position=0, token_ids=[1] * 3 * PAGE_SIZE, samples=False)]
@@ -180,17 +187,13 @@ def test_a_failed_transfer_does_not_restart_with_the_next_chunk(decode: Inbox, l
         backend.failing.add(target.endpoint.session)
         sender.before_step(first)
         sender.after_step(first, known)
-        (report,) = messages(leader, 1)
-        assert isinstance(report, SendReport)
-        assert report.state is SendState.FAILED
+        assert_reported(leader, SendState.FAILED)
         backend.failing.clear()
         sender.before_step(replace(last, new_requests=[]))
         sender.after_step(replace(last, new_requests=[]), known)
         assert not leader.receive(0.3), "it began again"
         sender.cancel(CancelSend(room=ROOM))
-        (report,) = messages(leader, 1)
-        assert isinstance(report, SendReport)
-        assert report.state is SendState.DRAINED
+        assert_reported(leader, SendState.DRAINED)
         sender.after_step(replace(last, new_requests=[], scheduled=[], releases=[ROOM]), {})
     assert not backend.batch_sizes
     assert not decode.receive(0.0)
@@ -199,10 +202,7 @@ def test_a_failed_transfer_does_not_restart_with_the_next_chunk(decode: Inbox, l
 
 def test_a_transfer_that_fails_after_its_last_chunk_leaves_no_state(decode: Inbox, leader: Inbox) -> None:
     """The room may have been released already, and is not released again."""
-    backend = Loopback()
-    mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
-    source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
-    new = new_request_to(decode, target)
+    backend, mine, source, target, new = case_of(decode)
     plan = plan_of(new, PAGES)
     with closing(sender_of(mine, leader, source, backend)) as sender:
         backend.failing.add(target.endpoint.session)
@@ -211,9 +211,7 @@ def test_a_transfer_that_fails_after_its_last_chunk_leaves_no_state(decode: Inbo
         sender.after_step(plan, {ROOM: known_of(new, [PAGES])})
         sender.after_step(replace(plan, new_requests=[], scheduled=[], releases=[ROOM]), {})
         backend.gate.set()
-        (report,) = messages(leader, 1)
-    assert isinstance(report, SendReport)
-    assert report.state is SendState.FAILED
+        assert_reported(leader, SendState.FAILED)
     assert (sender.num_open, sender._failed) == (0, set())
 
 
@@ -221,10 +219,7 @@ def test_a_transfer_that_fails_after_its_last_chunk_leaves_no_state(decode: Inbo
 def test_the_memory_of_a_lost_decode_replica_is_released_once(
     decode: Inbox, leader: Inbox, gone: int, *, is_let_go: bool
 ) -> None:
-    backend = Loopback()
-    mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
-    source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
-    new = new_request_to(decode, target)
+    backend, mine, source, target, new = case_of(decode)
     assert new.destination is not None
     with closing(sender_of(mine, leader, source, backend)) as sender:
         sender.before_step(plan_of(new, PAGES))
@@ -247,9 +242,7 @@ def test_ranks_of_a_ring_send_the_pages_they_hold(decode: Inbox, leader: Inbox) 
         with closing(sender_of(mine, leader, source, backend)) as sender:
             sender.before_step(plan)
             sender.after_step(plan, {ROOM: known_of(new, [pages])})
-            (report,) = messages(leader, 1)
-        assert isinstance(report, SendReport)
-        assert report.state is SendState.SENT
+            assert_reported(leader, SendState.SENT)
     dones = {message.sender_rank: message.num_pages for message in messages(decode, 2) if isinstance(message, Done)}
     assert dones == {0: 2, 1: 1}
     written = {page: value for page in range(NUM_PAGES + 1) if (value := page_value(target, NUM_PAGES, page))}

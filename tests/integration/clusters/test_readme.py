@@ -74,11 +74,14 @@ class TestMakeServe:
 
 
 def test_a_model_of_the_hub(tmp_path: Path) -> None:
-    """The hub is a cache folder with a small checkpoint under the model's name."""
+    """The hub is a cache folder with a small checkpoint under the model's name. No file of the folder is imported."""
     name = "Qwen/Qwen3-0.6B"
+    for package in ("cluster", "router", "transfer", "workers"):
+        (tmp_path / f"{package}.py").write_text("raise SystemExit('imported from the current folder')")
+    (tmp_path / "deploy").symlink_to(readme.ROOT / "deploy")
     write_hub_cache(tmp_path, name)
     command = shlex.split(_installed(readme.command(".venv/bin/baton up")))
-    with Terminal(command, {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}) as terminal:
+    with Terminal(command, {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}, tmp_path) as terminal:
         terminal.wait_until(_is_ready, START_S)
         served = httpx.get(f"{URL}/v1/models").json()["data"][0]["id"]
         assert served == name.split("/")[1]

@@ -103,7 +103,7 @@ BAD_FILES = {
         "hicache: {storage: {backend: files}}",
         [
             "hicache.storage.backend: got files with hicache.host_gib = 0.0 and kv.prefix_cache = true; "
-            "allowed: none, unless hicache.host_gib is above 0 and kv.prefix_cache is true"
+            "allowed: none; other backends need hicache.host_gib above 0 and kv.prefix_cache = true"
         ],
     ),
     "when to write to what is not there": (

@@ -1,5 +1,8 @@
 """Keys and environment variables: the committed page is current, and errors explain unreadable values."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,14 @@ def keys(kind: type[Node] = DeployConfig, path: str = "") -> list[str]:
 def test_the_version() -> None:
     shown = CliRunner().invoke(app, ["--version"])
     assert (shown.exit_code, shown.output) == (0, f"baton {VERSION}\n")
+
+
+def test_a_file_that_hides_a_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "router.py").touch()
+    command, env = [sys.executable, "-m", "cluster.cli", "--version"], os.environ | {"PYTHONPATH": str(readme.ROOT)}
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith(f"{tmp_path / 'router.py'} hides Baton's package 'router': ")
 
 
 def test_the_committed_page_is_current() -> None:

@@ -116,7 +116,7 @@ class HostIndex:
         return page
 
     def make_room(self, owner: int, wanted: int) -> int:
-        """Free an owner's pages, until ``wanted`` are free, by evicting pages that should be in storage.
+        """Evict an owner's unused pages that have a copy in storage, until ``wanted`` pages are free.
 
         Return the number of free pages, at most ``wanted``.
         """
