@@ -6,10 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cluster.bench.endpoint import key_headers
-from cluster.cli.main import app
 from cluster.spec.config import DeployConfig
 from cluster.spec.config_node import Node
 from cluster.spec.env import ALL, API_KEYS, CACHE_DIR, TOKEN
@@ -31,14 +29,10 @@ def keys(kind: type[Node] = DeployConfig, path: str = "") -> list[str]:
     return found
 
 
-def test_the_version() -> None:
-    shown = CliRunner().invoke(app, ["--version"])
-    assert (shown.exit_code, shown.output) == (0, f"baton {VERSION}\n")
-
-
-def test_a_file_that_hides_a_package_is_named(tmp_path: Path) -> None:
-    (tmp_path / "router.py").touch()
+def test_the_version_and_a_file_that_hides_a_package(tmp_path: Path) -> None:
     command, env = [sys.executable, "-m", "cluster.cli", "--version"], os.environ | {"PYTHONPATH": str(readme.ROOT)}
+    assert subprocess.check_output(command, cwd=tmp_path, env=env, text=True) == f"baton {VERSION}\n"
+    (tmp_path / "router.py").touch()
     run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith(f"{tmp_path / 'router.py'} hides Baton's package 'router': ")
