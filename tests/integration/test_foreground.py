@@ -1,5 +1,6 @@
 """Ctrl-C at a terminal ends `make` with the exit code of its command."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,8 @@ def test_ctrl_c_at_a_terminal_ends_make_with_the_commands_code(tmp_path: Path, c
         "while True: signal.pause()\n"
     )
     makefile = tmp_path / "Makefile"
-    makefile.write_text(f"serve:\n\t@exec {sys.executable} -m cluster.cli.foreground {sys.executable} {server}\n")
+    python = shlex.quote(sys.executable)
+    makefile.write_text(f"serve:\n\t@exec {python} -m cluster.cli.foreground {python} {server}\n")
     with Terminal(["make", "--silent", "-f", str(makefile), "serve"]) as terminal:
         terminal.wait_until(lambda: "ready" in terminal.output, 30)
         terminal.press(b"\x03")

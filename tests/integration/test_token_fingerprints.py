@@ -54,9 +54,9 @@ REQUESTS = {
     "greedy, 64 tokens": Request(64, {}),
     "greedy, 203 tokens": Request(203, {}),
     "penalties": Request(90, {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}),
-    "sampled": Request(47, {"temperature": 0.9, "seed": 5}),
-    "sampled of few": Request(70, {"temperature": 1.3, "top_k": 20, "min_p": 0.02, "seed": 6}),
-    "sampled with penalties": Request(31, {"temperature": 1.1, "top_p": 0.9, "seed": 7, "frequency_penalty": 0.3}),
+    "drawn": Request(47, {"temperature": 0.9, "seed": 5}),
+    "drawn of few": Request(70, {"temperature": 1.3, "top_k": 20, "min_p": 0.02, "seed": 6}),
+    "drawn with penalties": Request(31, {"temperature": 1.1, "top_p": 0.9, "seed": 7, "frequency_penalty": 0.3}),
 }
 
 

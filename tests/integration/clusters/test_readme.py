@@ -137,7 +137,7 @@ def _is_ready() -> bool:
 
 
 def _installed(command: str) -> str:
-    return command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+    return command.replace(".venv/bin/", f"{shlex.quote(str(Path(sys.executable).parent))}/")
 
 
 def _shell(command: str, env: Mapping[str, str] | None = None) -> str:
