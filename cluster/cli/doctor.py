@@ -58,7 +58,7 @@ def check_python(version: tuple[int, int, int] = sys.version_info[:3], prefix: s
 def check_packages(requirements: Sequence[str] | None = None) -> Finding:
     """Check that all of Baton's dependencies except extras are installed."""
     if requirements is None:
-        requirements = importlib.metadata.requires("baton") or ()
+        requirements = importlib.metadata.requires("baton-serve") or ()
     names = [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requirements if "extra ==" not in text]
     missing = [name for name in names if installed_version(name) is None]
     if missing:
