@@ -23,6 +23,7 @@ from router.api.front import key_needed
 from router.api.intake import check_model, encode, max_tokens, pack_token_ids
 from router.api.requests import ChatMessage, TemplateBody
 from router.errors import ApiError, NotReadyError, bad_request
+from router.request_trace import RequestTrace
 from router.service import Service
 
 _HARMLESS = {
@@ -131,14 +132,17 @@ def state_routes(service: Service) -> APIRouter:
     @router.get("/traces/{name}", dependencies=[key_needed(service)])
     async def trace(name: str) -> Response:
         """Return the trace of a recent traced request in Trace Event Format. Each router process has its own traces."""
-        found = await service.relay.traces.gather(name)
-        if found is None:
-            raise ApiError(HTTPStatus.NOT_FOUND, f"there is no trace {name}; a router process keeps only recent traces")
-        if found.router is None:
-            raise ApiError(HTTPStatus.CONFLICT, f"the request of trace {name} has not ended")
-        return _json(found.events(read_clock()))
+        return _json(_ended(name, await service.relay.traces.gather(name)).events(read_clock()))
 
     return router
+
+
+def _ended(name: str, trace: RequestTrace | None) -> RequestTrace:
+    if trace is None:
+        raise ApiError(HTTPStatus.NOT_FOUND, f"there is no trace {name}; a router process keeps only recent traces")
+    if trace.router is None:
+        raise ApiError(HTTPStatus.CONFLICT, f"the request of trace {name} has not ended")
+    return trace
 
 
 def _json(content: object) -> Response:

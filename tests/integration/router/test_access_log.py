@@ -55,8 +55,7 @@ def test_a_record_has_the_facts_of_a_request(
 def test_a_failure_is_logged_with_its_reason(logged: RouterCluster, caplog: pytest.LogCaptureFixture) -> None:
     logged.decode.fails = "no memory"
     assert logged.post("/v1/completions", prompt="very secret").status_code == 503
-    records = caplog.get_records("setup") + caplog.records
-    lines = [json.loads(JsonLines("router").format(record)) for record in records]
+    lines = [*map(json.loads, map(JsonLines("router").format, caplog.get_records("setup") + caplog.records))]
     joined = [line["replica"] for line in lines if line["message"] == "a replica joined"]
     assert joined == ["prefill-0", "decode-0"]
     last = next(line for line in lines if line["logger"] == "router.records")
