@@ -23,10 +23,8 @@ from cluster.bench.workload import random_workload
 REST_S = 0.5
 """Pause before each turn, in which the other endpoint finishes what it does after its last answer."""
 
-Figures = dict[str, float]
 
-
-async def take_turn(url: str, model: str, load: Sequence[int], seed: int) -> Figures:
+async def take_turn(url: str, model: str, load: Sequence[int], seed: int) -> dict[str, float]:
     """Send one turn's requests at the same time."""
     input_len, output_len, concurrency = load
     # Every turn has its own prompts: the last requests of a longer workload.
@@ -48,7 +46,7 @@ async def take_turn(url: str, model: str, load: Sequence[int], seed: int) -> Fig
 
 
 async def compare(urls: Sequence[str], models: Sequence[str], load: Sequence[int], rounds: int) -> dict[str, object]:
-    turns: list[list[Figures]] = []
+    turns: list[list[dict[str, float]]] = []
     for number in range(rounds + 1):
         order = (0, 1) if number % 2 else (1, 0)
         taken = {index: await take_turn(urls[index], models[index], load, number) for index in order}
