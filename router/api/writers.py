@@ -69,6 +69,8 @@ class TextWriter(ABC):
         self._no_usage: UnsetType | None = None if body.include_usage else UNSET
         self._with_token_ids = bool(body.return_token_ids)
         self._num_choices = body.num_choices
+        self._begun: set[int] = set()
+        """Indices of the choices for which at least one event has been written."""
         self._num_prompt_logprobs = body.prompt_logprobs
 
     def closing(self, usage: Usage) -> bytes:
@@ -107,8 +109,6 @@ class ChatWriter(TextWriter):
         self._prompt_ids = prompt_ids
         self._with_thoughts = body.include_reasoning is not False
         self._readers = defaultdict[int, MessageReader](new_reader) if new_reader is not None else None
-        self._begun: set[int] = set()
-        """Indices of the choices for which at least one event has been written."""
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         opening = b""
@@ -188,8 +188,6 @@ class CompletionWriter(TextWriter):
         super().__init__(f"cmpl-{request_id}", service, body)
         self._prompts = prompts
         self._with_logprobs = body.num_logprobs is not None
-        self._begun: set[int] = set()
-        """Indices of the choices for which at least one event has been written."""
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         prompt, is_first = self._prompt_of(chunk), chunk.index not in self._begun
