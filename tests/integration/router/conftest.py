@@ -18,9 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def shared(folder: Path) -> Iterator[RouterCluster]:
     """Yield a router for tests that do not change replicas or table."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("BATON_API_KEYS", raising=False)  # a module that ends later may have set it
-        yield from run_cluster(folder)
+    yield from run_cluster(folder)
 
 
 @pytest.fixture
