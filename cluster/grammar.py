@@ -1,6 +1,6 @@
 """Grammars for structured output, compiled to token masks for one model. The only file that imports llguidance.
 
-A grammar is JSON in llguidance's format, made by ``router.api.constrain``.
+A grammar is JSON in llguidance's format, made by ``router.preprocess.constrain``.
 """
 
 import functools
@@ -8,6 +8,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import llguidance
@@ -98,6 +99,10 @@ class Grammars:
         """
         compiled = self.prepare(grammar).result()
         return Matcher(compiled.deep_copy(), self._vocab_size, self._tokens.result().eos_token)
+
+    def limited(self) -> AbstractContextManager[None]:
+        """Return a context in which one request's grammars are converted and compiled. Subclasses limit its time."""
+        return nullcontext()
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

@@ -1,15 +1,13 @@
 """Admission of requests: API keys, their limits, and the queue for free capacity at replicas."""
 
 import asyncio
-import heapq
 import hmac
-import itertools
 import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -21,10 +19,15 @@ from cluster.spec.errors import UserError
 from cluster.spec.worker_spec import RouterShare
 from router.answer import Answer
 from router.errors import KeyLimitError, QueueFullError
+from router.fair_queue import FairQueue
 
+SHARED_SALT = "\0"
+"""Salt of all API keys that share their cached prompts."""
 ANYBODY = "anybody"
 """Account name that all clients share if no keys are configured."""
-_ALLOWED = "a YAML list of entries with name, key and optionally max_requests, tokens_per_minute, priority"
+_ALLOWED = (
+    "a YAML list of entries with name, key and optionally max_requests, tokens_per_minute, priority, weight, cache"
+)
 _MINUTE_S = 60.0
 
 Open = Callable[[], Answer]
@@ -36,12 +39,21 @@ class ApiKey(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00]+$")]
     key: Annotated[str, Field(min_length=8, pattern=r"^[\x21-\x7e]+$")]
     max_requests: Annotated[int, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
-    priority: int | None = None
+    priority: int = 0
     """Lowest priority value, and therefore the best priority, that requests with this key can have."""
+    weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
+    """Share of the cluster, relative to other keys, that this key gets while requests wait."""
+    cache: Literal["own", "shared"] = "own"
+    """Cached prompts that requests use: this key's, or those of all keys that share theirs."""
+
+    @property
+    def salt(self) -> str:
+        """Salt that separates the cached prompts of keys. No client can give one that belongs to another key."""
+        return SHARED_SALT if self.cache == "shared" else f"{self.name}\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +182,14 @@ class KeyLimits:
         return Account(name, max_requests and share(max_requests), per_minute and share(per_minute), self._clock)
 
 
-@dataclass(order=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Waiting:
-    priority: int
-    number: int
-    open: Open = field(compare=False)
-    answer: asyncio.Future[Answer] = field(compare=False)
+    open: Open
+    answer: asyncio.Future[Answer]
 
 
 class Gate:
-    """Queue of requests that wait for capacity at replicas, ordered by priority and then by arrival.
+    """Fair queue of requests that wait for capacity at replicas.
 
     Not thread-safe: all methods run in one event loop.
     """
@@ -187,8 +197,7 @@ class Gate:
     def __init__(self, max_waiting: int, max_wait_s: float) -> None:
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
-        self._waiting: list[_Waiting] = []
-        self._numbers = itertools.count()
+        self._waiting: FairQueue[_Waiting] = FairQueue()
         self._is_looking = False
         self._why = ""
         """Reason why the first request waits."""
@@ -197,11 +206,16 @@ class Gate:
     def num_waiting(self) -> int:
         return sum(not waiting.answer.done() for waiting in self._waiting)
 
-    async def enter(self, open_answer: Open, priority: int) -> Answer:
+    async def enter(
+        self, open_answer: Open, priority: int, tenant: str = ANYBODY, weight: float = 1.0, cost: float = 1.0
+    ) -> Answer:
         """Wait for capacity, send the request to replicas, and return its answer, for use in a ``with`` statement.
 
+        Args:
+            cost: number of tokens that the request may take.
+
         Raises:
-            QueueFullError: too many requests are waiting, or this one has waited too long.
+            QueueFullError: too many requests of this tenant are waiting, or this one has waited too long.
             NotReadyError: the router accepts no more requests.
         """
         if not self._waiting:
@@ -209,28 +223,25 @@ class Gate:
                 return open_answer()
             except QueueFullError as error:
                 self._why = str(error)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(priority, next(self._numbers), open_answer, answer)
-        heapq.heappush(self._waiting, waiting)
+        waiting = _Waiting(open_answer, asyncio.get_running_loop().create_future())
+        self._waiting.push(waiting, tenant, cost, weight, priority)
         self.look()
         try:
-            if self.num_waiting > self._max_waiting and not answer.done():
-                raise QueueFullError(self._why, "max_waiting_requests")
+            self._drop_one_too_many()
             async with asyncio.timeout(self._max_wait_s):
-                return await answer
+                return await waiting.answer
         except TimeoutError:
             why = f"waited {self._max_wait_s:g} s (router.max_wait_s): {self._why}"
             raise QueueFullError(why, "max_wait_s") from None
         except asyncio.CancelledError:
+            answer = waiting.answer
             if answer.done() and not answer.cancelled() and answer.exception() is None:
                 with answer.result():
                     raise
             raise
         finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-                heapq.heapify(self._waiting)
-                self.look()  # the next one may need less capacity
+            self._waiting.remove(waiting)
+            self.look()  # the next one may need less capacity
 
     def look(self) -> None:
         """Admit the requests for which there is capacity now. Called whenever capacity may have changed."""
@@ -239,13 +250,21 @@ class Gate:
         self._is_looking = True
         try:
             while self._waiting and self._try_first():
-                heapq.heappop(self._waiting)
+                self._waiting.pop()
         finally:
             self._is_looking = False
 
+    def _drop_one_too_many(self) -> None:
+        """Refuse a request of the tenant with the most requests if the queue is too long."""
+        if self.num_waiting > self._max_waiting:
+            dropped = self._waiting.least_entitled()
+            self._waiting.remove(dropped)
+            if not dropped.answer.done():
+                dropped.answer.set_exception(QueueFullError(self._why, "max_waiting_requests"))
+
     def _try_first(self) -> bool:
-        """Try to admit the first request; return whether it has left the queue."""
-        first = self._waiting[0]
+        """Try to admit the first request; return whether it leaves the queue."""
+        first = self._waiting.first
         if first.answer.done():
             return True
         try:

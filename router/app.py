@@ -7,9 +7,8 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from router import errors
 from router.answer import HEADERS
-from router.api import admin, generation, status
+from router.api import admin, errors, generation, status
 from router.api.document import complete
 from router.api.front import REQUEST_ID, ArrivingBodies, Front, key_needed
 from router.records import TRACEPARENT

@@ -4,12 +4,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 
-from router.metrics import Metrics
 from router.request import Cause
 
 _CLIENT_CLOSED_REQUEST = 499
@@ -94,10 +89,6 @@ class RequestFailedError(ApiError):
         super().__init__(_STATUS_OF.get(cause, HTTPStatus.SERVICE_UNAVAILABLE), reason, code=cause.value)
 
 
-EXPECTED_ERRORS = (ApiError, ClientDisconnect)
-"""Errors that are not bugs of the router."""
-
-
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
 
@@ -107,42 +98,7 @@ def refused(message: str) -> ApiError:
     return ApiError(HTTPStatus.CONFLICT, message, code="refused")
 
 
-def answer_error(metrics: Metrics, request: Request, error: Exception) -> Response:
-    """Count an error and return the response for it."""
-    match error:
-        case ApiError():
-            shown = error
-        case ClientDisconnect():
-            shown = ClientLeftError("client left")
-        case HTTPException():
-            shown = _http_error(request, error)
-        case _:
-            shown = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; see the router's log")
-    metrics.refused.add(1, str(int(shown.status)))
-    if isinstance(error, LimitError):
-        metrics.rejections.add(1, error.limit)
-    return Response(shown.body, shown.status, shown.headers, media_type="application/json")
-
-
-def install(app: FastAPI, metrics: Metrics) -> None:
-    async def answer(request: Request, error: Exception) -> Response:
-        return answer_error(metrics, request, error)
-
-    for kind in (*EXPECTED_ERRORS, HTTPException, Exception):
-        app.add_exception_handler(kind, answer)
-
-
 def _kind(status: int) -> str:
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         return "rate_limit_error"
     return "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-
-
-def _http_error(request: Request, error: HTTPException) -> ApiError:
-    messages = {
-        HTTPStatus.NOT_FOUND: f"there is no route {request.url.path}",
-        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not accept {request.method}",
-    }
-    status = HTTPStatus(error.status_code)
-    message = messages.get(status, str(error.detail))
-    return ApiError(status, message, code=status.name.lower(), headers=error.headers)

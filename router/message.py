@@ -4,7 +4,6 @@ Reasoning is marked as in Qwen3's chat template: ``<think>`` reasoning ``</think
 """
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -159,6 +158,3 @@ class MessageReader:
 
 def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
-
-
-NewReader = Callable[[], MessageReader]

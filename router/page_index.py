@@ -1,6 +1,5 @@
 """Keys of a prompt's pages, and the index of the keys that each replica has cached. Sans I/O."""
 
-import asyncio
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -13,8 +12,8 @@ from cluster.spec.tiers import Tier
 
 _ASK_AGAIN_S = 5.0
 """Time without a reply after which the router subscribes to a replica again."""
-_INLINE_TOKENS = 32_768
-"""Prompt length above which all keys are computed in a thread."""
+LONG_TOKENS = 32_768
+"""Prompt length above which all keys are computed ahead, in another process."""
 _FIRST_PAGES = 4
 _SHARES = (6, 7, 8, 9, 10) * 6 + (6, 10)
 """Number of values of a key's first byte that each part of a KeySet covers, 256 in total.
@@ -28,18 +27,18 @@ Owner = tuple[ReplicaId, Incarnation]
 class PromptKeys:
     """Keys of a prompt's cacheable pages. They are computed only as far as some replica has cached them."""
 
-    def __init__(self, prompt_ids: Sequence[int], page_size: int, salt: str) -> None:
+    def __init__(self, prompt_ids: Sequence[int], page_size: int, salt: str, keys: Sequence[bytes] = ()) -> None:
+        """Start with the keys that are already known."""
         self._prompt_ids = prompt_ids
         self._page_size = page_size
         self._salt = salt
         # The last token is always computed, never cached.
         self._num_pages = (len(prompt_ids) - 1) // page_size
-        self._keys: list[bytes] = []
+        self._keys = [*keys]
 
-    async def prepare(self) -> None:
-        """Compute a long prompt's keys in a thread."""
-        if len(self._prompt_ids) > _INLINE_TOKENS:
-            await asyncio.to_thread(self._extend, self._num_pages)
+    def all(self) -> list[bytes]:
+        self._extend(self._num_pages)
+        return self._keys
 
     def known(self, is_known: Callable[[bytes], bool]) -> Sequence[bytes]:
         """Return all keys before the first unknown one, and possibly some more."""

@@ -55,7 +55,7 @@ MOVES: Moves[RequestPhase] = {
 }
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
+class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True):
     """One choice of one prompt: a validated, tokenized request and its current attempt."""
 
     prompt_ids: TokenIds
@@ -97,6 +97,11 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
     """Time of the next attempt, in phase PENDING."""
     reason: str = ""
     """Reason why the last attempt failed."""
+
+    @property
+    def may_use_cache(self) -> bool:
+        """False if every prompt token has to be computed, for its log-probabilities."""
+        return self.sampling.num_prompt_logprobs is None
 
     @property
     def peers(self) -> list[Peer]:

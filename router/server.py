@@ -16,14 +16,12 @@ import uvloop
 
 from cluster.bootstrap.client import watch_table
 from cluster.channel import AsyncInbox, Outbox
-from cluster.grammar import Grammars
 from cluster.spec.clock import LEASE_S, SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
 from cluster.spec.ids import Incarnation, Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.worker_spec import ALONE, Rendezvous, RouterShare
-from cluster.tokenizer import Tokenizer
 from router.admission import Gate, KeyLimits, read_keys
 from router.app import create_app
 from router.connection import HttpProtocol
@@ -31,9 +29,11 @@ from router.directory import Breakers, Directory, LoadBook
 from router.dispatch import RequestTable
 from router.metrics import Metrics
 from router.picker import Picker
+from router.preprocess.model import read_model
+from router.preprocess.pool import PreprocessPool
 from router.records import make_tracing
 from router.relay import Relay
-from router.service import Service, read_model_facts
+from router.service import Service
 from router.state_metrics import StateMetrics
 
 Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
@@ -72,8 +72,7 @@ class RouterServer:
         """
         self._config = config
         self._model_folder = model_folder
-        self._tokenizer = Tokenizer(model_folder)
-        self._model = read_model_facts(config, self._tokenizer)
+        self._model = read_model(config, model_folder)
         self._keys = read_keys(config.router)
         self._tracing = make_tracing()
         self._rendezvous = rendezvous
@@ -142,13 +141,12 @@ class RouterServer:
         metrics.registry.register(StateMetrics(requests, directory, gate, picker.pages, clock, inbox))
         return Service(
             config=self._config,
-            tokenizer=self._tokenizer,
             model=self._model,
+            preprocess=PreprocessPool(self._config, self._model_folder, self._model),
             relay=Relay(self._config, requests, directory, picker, outbox, clock, metrics, gate.look),
             requests=requests,
             directory=directory,
             metrics=metrics,
-            grammars=Grammars(self._model_folder, self._tokenizer.vocab_size),
             gate=gate,
             limits=KeyLimits(config, self._share, clock),
             keys=self._keys,
@@ -179,6 +177,7 @@ class RouterServer:
         tasks = {
             asyncio.create_task(service.relay.receive(inbox)),
             asyncio.create_task(self._follow_table(service.relay)),
+            asyncio.create_task(service.preprocess.serve()),
             asyncio.create_task(running.stopped.wait()),
         }
         serving = asyncio.create_task(self._serve_http(server, listeners, service))
@@ -187,7 +186,6 @@ class RouterServer:
         service.relay.stop()
         server.should_exit = True
         await _settle(tasks, serving)
-        service.grammars.close()
         if service.tracing is not None:
             await asyncio.to_thread(service.tracing.close)
 

@@ -251,8 +251,8 @@ class RouterConfig(Node):
     max_wait_s: PositiveSeconds = 10.0
     """Seconds that a request may wait in the router before it gets 429."""
     api_keys_file: Text | None = None
-    """YAML file with a list of API keys (name, key, max_requests, tokens_per_minute, priority); by default no key is
-    needed."""
+    """YAML file with a list of API keys (name, key, max_requests, tokens_per_minute, priority, weight, cache); by
+    default no key is needed."""
     allowed_origins: tuple[Origin, ...] = ()
     """Origins of web pages that may use the endpoint from a browser (CORS); `["*"]` for all, none by default."""
     key_max_requests: PositiveInt | None = None

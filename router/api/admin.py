@@ -13,13 +13,15 @@ from cluster.spec.ids import Peer, Role
 from cluster.spec.kv import page_keys
 from cluster.spec.messages import Drain, Resume, Wanted
 from cluster.spec.tiers import FlushCache, PinPages, UseStorage
-from router.api.body import Body, read
+from router.admission import SHARED_SALT
 from router.api.document import document
-from router.api.front import admin_key_needed
-from router.api.intake import encode, pack_token_ids
-from router.api.requests import SaltedBody
+from router.api.front import admin_key_needed, read
 from router.directory import Load
 from router.errors import bad_request, refused
+from router.preprocess.body import Body
+from router.preprocess.intake import pack_token_ids
+from router.preprocess.job import Job, JsonText, Route
+from router.preprocess.requests import SaltedBody
 from router.service import Service
 
 _STRICT = ConfigDict(extra="forbid")
@@ -37,6 +39,12 @@ class PinRequest(TargetRequest, SaltedBody):
     model_config = _STRICT
     expected: ClassVar[Mapping[str, str]] = {"prompt": "a string, or a list of token ids; neither may be empty"}
     prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
+    api_key: str | None = None
+    """Name of the API key whose requests use the prompt; by default, the keys that share their cache."""
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
 
 
 _BODY_OF_TARGET: dict[str, Any] = {"openapi_extra": document(TargetRequest)}
@@ -107,10 +115,10 @@ def _add_cache_routes(router: APIRouter, service: Service) -> None:
 
 
 async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[str, object]:
-    given_ids = await encode(service, body.prompt, True) if isinstance(body.prompt, str) else body.prompt
-    prompt_ids = pack_token_ids(service, given_ids, "prompt")
+    given_ids = await _tokenize(service, body.prompt) if isinstance(body.prompt, str) else body.prompt
+    prompt_ids = pack_token_ids(service.model, given_ids, "prompt")
     page_size = service.config.kv.page_size
-    keys = page_keys(prompt_ids, page_size, body.salt)
+    keys = page_keys(prompt_ids, page_size, _salt(service, body) + body.salt)
     if not keys:
         raise bad_request(
             f"prompt: got {len(prompt_ids)} tokens, less than a page; allowed: at least {page_size} (kv.page_size)",
@@ -119,6 +127,23 @@ async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[s
     peers, wanted = _peers(service, body), PinPages(keys=keys, is_pinned=is_pinned)
     pinned = {answer.replica: answer.num_pinned for answer in await service.relay.commands.give(peers, wanted)}
     return {"prompt_pages": len(keys), "pinned_pages": pinned, "replicas": [peer.replica for peer in peers]}
+
+
+async def _tokenize(service: Service, prompt: str) -> list[int]:
+    body = msgspec.json.encode({"prompt": prompt})
+    made = await service.preprocess.run(Job(route=Route.TOKENIZE, body=body, max_tokens=service.max_tokens), "admin")
+    assert isinstance(made, JsonText)
+    return msgspec.json.decode(made.text, type=_Tokenized).tokens
+
+
+def _salt(service: Service, body: PinRequest) -> str:
+    salts = {key.name: key.salt for key in service.keys.keys}
+    if body.api_key is None:
+        return SHARED_SALT if salts else ""
+    if body.api_key not in salts:
+        allowed = ", ".join(salts) or "none, since no keys are configured"
+        raise bad_request(f"api_key: there is no key {body.api_key!r}; allowed: {allowed}", "api_key")
+    return salts[body.api_key]
 
 
 async def _drain(service: Service, request: Request, wanted: Drain | Resume) -> str:

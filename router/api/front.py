@@ -5,7 +5,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Depends
@@ -14,9 +14,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.spec.config import DeployConfig
-from router.admission import ApiKey
-from router.api.requests import GenerationBody
-from router.errors import EXPECTED_ERRORS, ApiError, answer_error, bad_request
+from router.admission import ANYBODY, ApiKey
+from router.api.errors import EXPECTED_ERRORS, answer_error
+from router.errors import ApiError, bad_request
+from router.preprocess.body import Body, parse, shortened
+from router.preprocess.job import Job, JsonText, Preprocessed, Route
+from router.preprocess.preprocessor import MAX_SESSION_CHARS
 from router.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -26,8 +29,6 @@ _ID_HEADER = REQUEST_ID.encode()
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ARRIVAL_KEY = "baton.arrival"
 _SESSION_HEADER = b"x-session-id"
-_SESSION_FIELDS = ("prompt_cache_key", "session_id", "user")
-_MAX_SESSION_CHARS = 256
 _DP_RANK_HEADER = "X-data-parallel-rank"
 MAX_BODY_BYTES = 64 << 20
 """Maximum size of a request body, enough for a prompt of about ten million tokens."""
@@ -158,6 +159,44 @@ class ArrivingBodies:
         return part
 
 
+Read = TypeVar("Read", bound=Body)
+
+
+async def read(request: Request, schema: type[Read]) -> Read:
+    """Receive and validate a short body.
+
+    Raises:
+        ApiError: 400 naming the first wrong field, or any error of ``ArrivingBodies.receive``.
+        ClientDisconnect: the client left before the end of the body.
+    """
+    return parse(await request.app.state.bodies.receive(request), schema)
+
+
+async def preprocess(service: Service, http: Request, route: Route) -> Preprocessed | JsonText:
+    """Receive a request's body and preprocess it.
+
+    Raises:
+        ApiError: the body is wrong, or any error of ``ArrivingBodies.receive``.
+        ClientDisconnect: the client left before the end of the body.
+    """
+    body = await http.app.state.bodies.receive(http)
+    caller = arrival_of(http).caller
+    job = Job(
+        route=route,
+        body=body,
+        max_tokens=service.max_tokens,
+        salt="" if caller is None else caller.salt,
+        with_keys=service.relay.uses_prefixes,
+    )
+    return await service.preprocess.run(job, *share_of(http))
+
+
+def share_of(http: Request) -> tuple[str, float]:
+    """Return the name and the weight of the tenant that sends a request."""
+    caller = arrival_of(http).caller
+    return (ANYBODY, 1.0) if caller is None else (caller.name, caller.weight)
+
+
 def check_key(service: Service, request: Request) -> None:
     """Record a request's API key. If keys are configured, reject a request without a valid one."""
     if service.keys.keys:
@@ -192,31 +231,29 @@ def admin_key_needed(service: Service) -> Any:
 def priority_of(request: Request, asked: int | None) -> int:
     """Return the requested priority, limited to the best one that the API key allows."""
     caller = arrival_of(request).caller
-    if caller is None or caller.priority is None:
+    if caller is None:
         return asked or 0
     return caller.priority if asked is None else max(asked, caller.priority)
 
 
-def session_of(request: Request, fields: Mapping[str, Any]) -> str:
-    """Return ``X-Session-Id``, or else a body field that names a session or user, or else an empty string."""
-    named = arrival_of(request).header(_SESSION_HEADER)
-    given = (named, *(fields.get(field) for field in _SESSION_FIELDS))
-    return next((text[:_MAX_SESSION_CHARS] for text in given if isinstance(text, str) and text), "")
+def session_of(request: Request, named_in_body: str) -> str:
+    """Return ``X-Session-Id``, or else the session or user that the body names."""
+    return (arrival_of(request).header(_SESSION_HEADER) or "")[:MAX_SESSION_CHARS] or named_in_body
 
 
-def dp_rank_of(request: Request, config: DeployConfig, body: GenerationBody) -> int | None:
+def dp_rank_of(request: Request, config: DeployConfig, asked: int | None) -> int | None:
     """Return ``X-data-parallel-rank``, or else SGLang's field ``routed_dp_rank``, or else None.
 
     The rank applies to both roles. In a role without this DP rank, ``dp_policy`` chooses one.
     """
     named = arrival_of(request).header(_DP_RANK_HEADER.lower().encode())
-    name, given = ("routed_dp_rank", body.routed_dp_rank) if named is None else (_DP_RANK_HEADER, named)
+    name, given = ("routed_dp_rank", asked) if named is None else (_DP_RANK_HEADER, named)
     if given is None:
         return None
     most = max(config.prefill.parallel.dp, config.decode.parallel.dp)
     text = str(given)
-    if not text.isascii() or not text.isdigit() or int(text) >= most:
-        raise bad_request(f"{name}: got {given!r}; allowed: 0 to {most - 1}", name)
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) >= most:
+        raise bad_request(f"{name}: got {shortened(repr(given))}; allowed: 0 to {most - 1}", name)
     return int(text)
 
 

@@ -1,30 +1,30 @@
 """Handlers of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/responses``, from the body to the answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.tokenizer import Tokenizer
 from router.answer import Answer
-from router.api.body import read
-from router.api.chat import chat_request
 from router.api.document import document
-from router.api.front import arrival_of, dp_rank_of, priority_of, session_of
-from router.api.intake import choices_of, completion_requests
-from router.api.requests import ChatRequest, CompletionRequest, GenerationBody
-from router.api.response_request import ResponseRequest, chat_of, in_own_words
+from router.api.front import arrival_of, dp_rank_of, preprocess, priority_of, session_of, share_of
 from router.api.response_writer import ResponseObject, ResponseWriter
-from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTokensDetails, ShownPrompt, Usage
+from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTokensDetails, Usage
 from router.api.writers import ChatWriter, CompletionWriter, Writer
 from router.connection import EventStream, JsonAnswer, unless_client_leaves
-from router.errors import ApiError, ClientLeftError
-from router.message import MessageReader
+from router.errors import ClientLeftError
+from router.page_index import PromptKeys
+from router.preprocess.intake import SEED_MASK
+from router.preprocess.job import ChatOptions, CompletionOptions, Preprocessed, ResponsesOptions, Route
+from router.preprocess.requests import ChatRequest, CompletionRequest
+from router.preprocess.response_request import ResponseRequest
 from router.records import TRACEPARENT, log_request
 from router.request import GenerateRequest
 from router.service import Service
@@ -37,61 +37,68 @@ if TYPE_CHECKING:
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["generation"])
 
-    @router.post("/v1/completions", openapi_extra=document(CompletionRequest, Completion))
+    @router.post(Route.COMPLETIONS, openapi_extra=document(CompletionRequest, Completion))
     async def completions(http: Request) -> Response:
         """Continue one or more prompts."""
-        body = await read(http, CompletionRequest)
-        requests = await completion_requests(service, body)
-        writer = CompletionWriter(arrival_of(http).request_id, service, body, _shown_prompts(service, body, requests))
-        return await _respond(service, http, body, requests, writer, body.others)
+        return await _respond(service, http, Route.COMPLETIONS)
 
-    @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest, ChatCompletion, ChatChunk))
+    @router.post(Route.CHAT, openapi_extra=document(ChatRequest, ChatCompletion, ChatChunk))
     async def chat_completions(http: Request) -> Response:
         """Answer a conversation."""
-        body = await read(http, ChatRequest)
-        request, new_reader = await chat_request(service, body)
-        writer = ChatWriter(arrival_of(http).request_id, service, body, new_reader, request.prompt_ids)
-        return await _respond(service, http, body, [request], writer, body.others)
+        return await _respond(service, http, Route.CHAT)
 
-    @router.post("/v1/responses", openapi_extra=document(ResponseRequest, ResponseObject))
+    @router.post(Route.RESPONSES, openapi_extra=document(ResponseRequest, ResponseObject))
     async def create_response(http: Request) -> Response:
         """Answer a text or a conversation with OpenAI's Responses API. Nothing is stored."""
-        body = await read(http, ResponseRequest)
-        chat = chat_of(body)
-        try:
-            request, new_reader = await chat_request(service, chat)
-        except ApiError as error:
-            raise in_own_words(error) from None
-        writer = ResponseWriter(arrival_of(http).request_id, service, body, (new_reader or MessageReader)())
-        return await _respond(service, http, chat, [request], writer, {"user": body.user} | body.others)
+        return await _respond(service, http, Route.RESPONSES)
 
     return router
 
 
-async def _respond(
-    service: Service,
-    http: Request,
-    body: GenerationBody,
-    requests: Sequence[GenerateRequest],
-    writer: Writer,
-    fields: Mapping[str, Any],
-) -> Response:
-    """Return the answer as JSON, or as a stream whose errors are raised while it is written.
-
-    Args:
-        requests: one request per prompt; this function sets the fields that depend on headers.
-        fields: undeclared fields of the client's body, which can name the session.
-    """
-    for request in requests:
-        request.session_id, request.arrived_s = session_of(http, fields), arrival_of(http).arrived_s
-        request.priority = priority_of(http, body.priority)
-        request.dp_rank = dp_rank_of(http, service.config, body)
-    choices = [choice for request in requests for choice in choices_of(request, body.num_choices)]
+async def _respond(service: Service, http: Request, route: Route) -> Response:
+    """Return the answer as JSON, or as a stream whose errors are raised while it is written."""
+    asked = await preprocess(service, http, route)
+    assert isinstance(asked, Preprocessed)
+    for number, request in enumerate(asked.requests):
+        _complete(service, http, asked, request, asked.page_keys[number] if asked.page_keys else ())
+    choices = [choice for request in asked.requests for choice in choices_of(request, asked.num_choices)]
+    writer = _writer(service, http, asked)
     opening = _open_answer(service, http, choices)
-    if body.stream:
-        frames = partial(_frames, service.tokenizer, body, writer)
+    if asked.stream:
+        frames = partial(_frames, service.model.tokenizer, asked.options.continuous_usage, writer)
         return EventStream(opening, frames, writer.failed)
-    return await unless_client_leaves(http.receive, _whole(service.tokenizer, opening, writer))
+    return await unless_client_leaves(http.receive, _whole(service.model.tokenizer, opening, writer))
+
+
+def _complete(
+    service: Service, http: Request, asked: Preprocessed, request: GenerateRequest, keys: Sequence[bytes]
+) -> None:
+    """Add to a request what the headers say, and the ``keys`` of its first pages."""
+    request.session_id, request.arrived_s = session_of(http, asked.session_id), arrival_of(http).arrived_s
+    request.priority = priority_of(http, asked.priority)
+    request.dp_rank = dp_rank_of(http, service.config, asked.dp_rank)
+    if request.may_use_cache:
+        request.page_keys = PromptKeys(request.prompt_ids, service.model.page_size, request.cache_salt, keys)
+
+
+def choices_of(request: GenerateRequest, num_choices: int) -> list[GenerateRequest]:
+    """Return a request for each choice of a prompt, with its own seed. Only the first has prompt log-probabilities."""
+    seeds = [(request.sampling.seed + choice) & SEED_MASK for choice in range(1, num_choices)]
+    samplings = [replace(request.sampling, seed=seed, num_prompt_logprobs=None) for seed in seeds]
+    others = [replace(request, sampling=sampling, shares_prompt=True, output_ids=[]) for sampling in samplings]
+    return [request, *others]
+
+
+def _writer(service: Service, http: Request, asked: Preprocessed) -> Writer:
+    request_id = arrival_of(http).request_id
+    match asked.options:
+        case CompletionOptions() as options:
+            prompts = [request.prompt_ids for request in asked.requests]
+            return CompletionWriter(request_id, service.model, options, prompts, asked.num_choices)
+        case ChatOptions() as options:
+            return ChatWriter(request_id, service.model, options, asked.requests[0].prompt_ids)
+        case ResponsesOptions() as options:
+            return ResponseWriter(request_id, service.model, options)
 
 
 @asynccontextmanager
@@ -104,12 +111,10 @@ async def _open_answer(
         NotReadyError, QueueFullError, KeyLimitError: the requests cannot be sent.
     """
     with service.limits.open(arrival_of(http).caller) as account:
-        if service.relay.uses_prefixes:
-            for request in requests:
-                if request.page_keys is not None and not request.shares_prompt:
-                    await request.page_keys.prepare()
         begun_s = service.relay.now_s()
-        with await service.gate.enter(partial(service.relay.open, requests), requests[0].priority) as answer:
+        cost = sum(request.decode_len for request in requests)
+        opening = service.gate.enter(partial(service.relay.open, requests), requests[0].priority, *share_of(http), cost)
+        with await opening as answer:
             answer.queue_s = answer.opened_s - begun_s
             service.metrics.queue_s.observe(answer.queue_s)
             span = None
@@ -187,13 +192,13 @@ async def _whole(tokenizer: Tokenizer, opening: AbstractAsyncContextManager[Answ
 
 
 async def _frames(
-    tokenizer: Tokenizer, body: GenerationBody, writer: Writer, answer: Answer
+    tokenizer: Tokenizer, with_usage: bool, writer: Writer, answer: Answer
 ) -> AsyncGenerator[bytes, None]:
     """Yield events for every token, even one without text, because clients count and time tokens by events.
 
     Tokens that arrive together are written together.
     """
-    reader, num_tokens, with_usage = AnswerReader(tokenizer, answer), 0, body.continuous_usage
+    reader, num_tokens = AnswerReader(tokenizer, answer), 0
     while (chunks := await reader.receive()) is not None:
         events = []
         for chunk in chunks:
@@ -215,13 +220,3 @@ def _usage(answer: Answer, completion_tokens: int) -> Usage:
             cached_tokens=cached.total, host_tokens=cached.host, storage_tokens=cached.storage
         ),
     )
-
-
-def _shown_prompts(service: Service, body: CompletionRequest, requests: Sequence[GenerateRequest]) -> list[ShownPrompt]:
-    if not body.echo:
-        return [ShownPrompt(request.prompt_ids) for request in requests]
-    skip, shown = body.skip_special_tokens is not False, []
-    for request, prompt in zip(requests, body.prompts, strict=True):
-        text = prompt if isinstance(prompt, str) else service.tokenizer.decode([*request.prompt_ids], skip)
-        shown.append(ShownPrompt(request.prompt_ids, text, skip))
-    return shown

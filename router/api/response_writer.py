@@ -8,12 +8,13 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from cluster.spec.sampling import FinishReason
-from router.api.intake import given_or
-from router.api.response_request import ENCRYPTED_REASONING, Reasoning, ResponseRequest, sealed
 from router.api.responses import ChosenLogprob, PromptTokensDetails, Usage, chat_logprobs
+from router.api.writers import new_reader
 from router.errors import RequestFailedError
-from router.message import MessageEvent, MessageReader, ReasoningEvent, new_call_id
-from router.service import Service
+from router.message import MessageEvent, ReasoningEvent, new_call_id
+from router.preprocess.job import ResponsesOptions
+from router.preprocess.model import ServedModel
+from router.preprocess.response_request import sealed
 from router.text import OutputChunk
 from router.tool_calls.parsers import Argued, CallBegun, Said
 
@@ -271,15 +272,15 @@ class _Call(_Growing):
 
 
 class ResponseWriter:
-    def __init__(self, request_id: str, service: Service, body: ResponseRequest, reader: MessageReader) -> None:
-        self._tokenizer = service.tokenizer
-        self._reader = reader
+    def __init__(self, request_id: str, model: ServedModel, options: ResponsesOptions) -> None:
+        self._tokenizer = model.tokenizer
+        self._reader = new_reader(model, options)
         self._numbers = itertools.count()
-        self._items = OutputItems(request_id, encrypts_reasoning=ENCRYPTED_REASONING in (body.include or ()))
+        self._items = OutputItems(request_id, encrypts_reasoning=options.encrypts_reasoning)
         self._finish: FinishReason | None = None
         self._num_thought_tokens = 0
         self._num_tokens = 0
-        self._created = _created(request_id, service, body)
+        self._created = _created(request_id, model, options)
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         del usage  # sent in the last event
@@ -338,22 +339,9 @@ class ResponseWriter:
         return b"".join(frames)
 
 
-def _created(request_id: str, service: Service, body: ResponseRequest) -> ResponseObject:
-    written = body.text.format if body.text is not None else None
+def _created(request_id: str, model: ServedModel, options: ResponsesOptions) -> ResponseObject:
+    # The client's fields stay encoded, since some are long.
+    fields: dict[str, Any] = msgspec.json.decode(options.fields, type=dict[str, msgspec.Raw])
     return ResponseObject(
-        id=f"resp_{request_id}",
-        created_at=int(time.time()),
-        status="in_progress",
-        instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
-        metadata=body.metadata or {},
-        model=service.model.name,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        reasoning=(body.reasoning or Reasoning()).model_dump(),
-        temperature=given_or(body.temperature, service.model.sampling_defaults.temperature),
-        text={"format": {"type": "text"} if written is None else written.model_dump(by_alias=True, exclude_unset=True)},
-        tool_choice=body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
-        tools=[tool.model_dump() for tool in body.tools or ()],
-        top_p=given_or(body.top_p, service.model.sampling_defaults.top_p),
-        user=body.user,
+        id=f"resp_{request_id}", created_at=int(time.time()), status="in_progress", model=model.name, **fields
     )

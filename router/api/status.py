@@ -3,12 +3,10 @@
 import time
 from http import HTTPStatus
 from importlib.resources import files
-from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
@@ -16,32 +14,14 @@ from cluster.spec.clock import read_clock
 from cluster.spec.ids import Role
 from cluster.spec.registry import ReplicaEntry
 from cluster.spec.version import VERSION
-from router.api.body import HARMLESS, Body, read, refuse_unsupported
-from router.api.chat import chat_prompt
 from router.api.document import document
-from router.api.front import key_needed
-from router.api.intake import check_model, encode, max_tokens, pack_token_ids
-from router.api.requests import ChatMessage, TemplateBody
-from router.errors import ApiError, NotReadyError, bad_request
+from router.api.front import key_needed, preprocess
+from router.errors import ApiError, NotReadyError
+from router.preprocess.intake import check_model
+from router.preprocess.job import JsonText, Route
+from router.preprocess.preprocessor import DetokenizeRequest, TokenizeRequest
 from router.request_trace import RequestTrace
 from router.service import Service
-
-_HARMLESS = {
-    name: HARMLESS[name] for name in ("chat_template", "continue_final_message", "documents", "truncate_prompt_tokens")
-}
-"""Unsupported fields that would change the prompt, with the values that have no effect."""
-
-
-class TokenizeRequest(TemplateBody):
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(Body):
-    model: str | None = None
-    tokens: list[int]
 
 
 def model_routes(service: Service) -> APIRouter:
@@ -55,26 +35,18 @@ def model_routes(service: Service) -> APIRouter:
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, object]:
         """Describe the served model."""
-        check_model(service, model)
+        check_model(service.model, model)
         return _card(service)
 
-    @router.post("/tokenize", openapi_extra=document(TokenizeRequest))
-    async def tokenize(request: Request) -> dict[str, object]:
+    @router.post(Route.TOKENIZE, openapi_extra=document(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
         """Tokenize a prompt or messages as the generation routes do."""
-        body = await read(request, TokenizeRequest)
-        token_ids = await _tokenize(service, body)
-        answer: dict[str, object] = {"count": len(token_ids), "max_model_len": max_tokens(service), "tokens": token_ids}
-        if body.return_token_strs:
-            answer["token_strs"] = [service.tokenizer.token_of(token_id) for token_id in token_ids]
-        return answer
+        return await _text(service, request, Route.TOKENIZE)
 
-    @router.post("/detokenize", openapi_extra=document(DetokenizeRequest))
-    async def detokenize(request: Request) -> dict[str, object]:
+    @router.post(Route.DETOKENIZE, openapi_extra=document(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
         """Return the text of token ids, including special tokens."""
-        body = await read(request, DetokenizeRequest)
-        check_model(service, body.model)
-        pack_token_ids(service, body.tokens, "tokens")
-        return {"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        return await _text(service, request, Route.DETOKENIZE)
 
     return router
 
@@ -181,15 +153,10 @@ def _replica(entry: ReplicaEntry) -> dict[str, object]:
     }
 
 
-async def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
-    check_model(service, body.model)
-    refuse_unsupported(body.others, _HARMLESS)
-    if (body.prompt is None) == (body.messages is None):
-        raise bad_request("prompt: exactly one of prompt and messages is required", "prompt")
-    if body.messages is not None:
-        return (await chat_prompt(service, body.messages, body))[0]
-    assert body.prompt is not None
-    return await encode(service, body.prompt, body.add_special_tokens is not False)
+async def _text(service: Service, request: Request, route: Route) -> Response:
+    made = await preprocess(service, request, route)
+    assert isinstance(made, JsonText)
+    return Response(made.text, media_type="application/json")
 
 
 def _card(service: Service) -> dict[str, object]:
@@ -199,5 +166,5 @@ def _card(service: Service) -> dict[str, object]:
         "created": service.created_s,
         "owned_by": "baton",
         "root": service.config.model.path,
-        "max_model_len": max_tokens(service),
+        "max_model_len": service.max_tokens,
     }

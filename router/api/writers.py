@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -11,7 +12,6 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from cluster.spec.sampling import FinishReason
-from router.api.requests import ChatRequest, GenerationBody
 from router.api.responses import (
     ChatChoice,
     ChatChunk,
@@ -37,8 +37,9 @@ from router.api.responses import (
 )
 from router.connection import event
 from router.errors import RequestFailedError
-from router.message import CallPart, MessagePart, MessageReader, NewReader
-from router.service import Service
+from router.message import CallPart, MessagePart, MessageReader, Thinking
+from router.preprocess.job import ChatOptions, CompletionOptions, ResponseOptions, ResponsesOptions
+from router.preprocess.model import ServedModel
 from router.text import OutputChunk, join
 
 _encode_json = msgspec.json.Encoder().encode
@@ -61,17 +62,16 @@ class Writer(Protocol):
 
 
 class TextWriter(ABC):
-    def __init__(self, response_id: str, service: Service, body: GenerationBody) -> None:
+    def __init__(self, response_id: str, model: ServedModel, options: ResponseOptions) -> None:
         self._id = response_id
-        self._model = service.model.name
-        self._tokenizer = service.tokenizer
+        self._model = model.name
+        self._tokenizer = model.tokenizer
         self._created = int(time.time())
-        self._no_usage: UnsetType | None = None if body.include_usage else UNSET
-        self._with_token_ids = bool(body.return_token_ids)
-        self._num_choices = body.num_choices
+        self._no_usage: UnsetType | None = None if options.include_usage else UNSET
+        self._with_token_ids = options.return_token_ids
         self._begun: set[int] = set()
         """Indices of the choices for which at least one event has been written."""
-        self._num_prompt_logprobs = body.prompt_logprobs
+        self._num_prompt_logprobs = options.num_prompt_logprobs
 
     def closing(self, usage: Usage) -> bytes:
         return (self._frame([], usage) if self._no_usage is None else b"") + event(b"[DONE]")
@@ -96,19 +96,13 @@ class TextWriter(ABC):
 class ChatWriter(TextWriter):
     """Writer of ``/v1/chat/completions``, which separates reasoning and tool calls from the content."""
 
-    def __init__(
-        self,
-        request_id: str,
-        service: Service,
-        body: ChatRequest,
-        new_reader: NewReader | None,
-        prompt_ids: Sequence[int],
-    ) -> None:
-        """Create a writer. ``new_reader`` makes one reader per choice, or is None if the text needs no parsing."""
-        super().__init__(f"chatcmpl-{request_id}", service, body)
+    def __init__(self, request_id: str, model: ServedModel, options: ChatOptions, prompt_ids: Sequence[int]) -> None:
+        super().__init__(f"chatcmpl-{request_id}", model, options)
         self._prompt_ids = prompt_ids
-        self._with_thoughts = body.include_reasoning is not False
-        self._readers = defaultdict[int, MessageReader](new_reader) if new_reader is not None else None
+        self._with_thoughts = options.include_reasoning
+        is_plain = options.thinking is Thinking.NONE and options.tool_names is None
+        self._readers = None if is_plain else defaultdict[int, MessageReader](partial(new_reader, model, options))
+        """Readers of the choices; None if the text needs no parsing."""
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         opening = b""
@@ -184,10 +178,21 @@ class ChatWriter(TextWriter):
 
 
 class CompletionWriter(TextWriter):
-    def __init__(self, request_id: str, service: Service, body: GenerationBody, prompts: Sequence[ShownPrompt]) -> None:
-        super().__init__(f"cmpl-{request_id}", service, body)
-        self._prompts = prompts
-        self._with_logprobs = body.num_logprobs is not None
+    def __init__(
+        self,
+        request_id: str,
+        model: ServedModel,
+        options: CompletionOptions,
+        prompts: Sequence[Sequence[int]],
+        num_choices: int,
+    ) -> None:
+        """Create a writer of ``num_choices`` choices for every prompt."""
+        super().__init__(f"cmpl-{request_id}", model, options)
+        echoes: Sequence[str | None] = options.echoes or [None] * len(prompts)
+        skip = options.skip_special_tokens
+        self._prompts = [ShownPrompt(ids, echo, skip) for ids, echo in zip(prompts, echoes, strict=True)]
+        self._num_choices = num_choices
+        self._with_logprobs = options.with_logprobs
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         prompt, is_first = self._prompt_of(chunk), chunk.index not in self._begun
@@ -244,6 +249,12 @@ class CompletionWriter(TextWriter):
         return _encode_json(
             Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=written)
         )
+
+
+def new_reader(model: ServedModel, options: ChatOptions | ResponsesOptions) -> MessageReader:
+    """Return a reader that splits the text of one choice."""
+    names, dialect = options.tool_names, model.dialect
+    return MessageReader(options.thinking, None if names is None or dialect is None else dialect.parser(names))
 
 
 def _stop_reason(chunk: OutputChunk) -> StopReason:

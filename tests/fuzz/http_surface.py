@@ -13,16 +13,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.server import ServerState
 
 from cluster.channel import AsyncInbox, Outbox
+from cluster.grammar import Grammars
 from cluster.spec.messages import Command, CommandResult, Message
 from router.admission import read_keys
 from router.app import create_app
 from router.connection import HttpProtocol
+from router.preprocess.job import Job, JsonText, Preprocessed
+from router.preprocess.model import ServedModel
+from router.preprocess.pool import PreprocessPool
+from router.preprocess.preprocessor import preprocess
 from tests.fakes.bootstrap import FakeTable, entry_of, peer_of, table_of
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.router_cluster import config_of, make_server
@@ -95,6 +100,16 @@ class _Wire(asyncio.Transport):
         pass
 
 
+class _Inline:
+    """Preprocesses every body in this process, where an error is seen."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    async def run(self, job: Job, *_: object) -> Preprocessed | JsonText:
+        return preprocess(self._model, job)
+
+
 class HttpSurface:
     """Router without sockets, in its own event loop."""
 
@@ -109,7 +124,7 @@ class HttpSurface:
 
     def close(self) -> None:
         """Stop threads and event loop."""
-        self._service.grammars.close()
+        self._grammars.close()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
@@ -118,7 +133,9 @@ class HttpSurface:
             server = make_server(write_model_folder(Path(folder)), FakeTable())
             outbox = _LosingOutbox()
             service = server.service(_SilentInbox(), outbox)
-        service = replace(service, keys=read_keys(config_of().router, {"BATON_ADMIN_KEY": ADMIN}))
+            grammars = self._grammars = Grammars(Path(folder), service.model.tokenizer.vocab_size)
+        inline = cast("PreprocessPool", _Inline(replace(service.model, grammars=grammars)))
+        service = replace(service, preprocess=inline, keys=read_keys(config_of().router, {"BATON_ADMIN_KEY": ADMIN}))
         service.relay.on_table(table_of(*map(entry_of, PEERS)))
         outbox.on_taken = service.relay.commands.on_result
         self._service = service

@@ -32,10 +32,10 @@ from cluster.spec.wire import TokenIds
 from cluster.supervisor.commands import DrainCommand, RestartCommand, ResumeCommand, ScaleCommand, StatusCommand
 from cluster.supervisor.events import Tick
 from router.admission import read_keys
-from router.api.body import Body, parse
-from router.api.requests import ChatRequest, CompletionRequest
-from router.api.response_request import ResponseRequest
 from router.errors import ApiError
+from router.preprocess.body import Body, parse
+from router.preprocess.requests import ChatRequest, CompletionRequest
+from router.preprocess.response_request import ResponseRequest
 from tests.fakes.rank_records import make_record, make_records, sizes
 from tests.fakes.supervised import Run
 from tests.fuzz.http_surface import HTTP, requests, surface

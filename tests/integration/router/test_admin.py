@@ -20,8 +20,8 @@ pytestmark = pytest.mark.integration
 
 ADMIN = {"authorization": "Bearer the-admin-key"}
 KEYS = """
-- {name: busy, key: key-of-busy, max_requests: 1, priority: 3}
-- {name: thrifty, key: key-of-thrifty, tokens_per_minute: 5}
+- {name: busy, key: key-of-busy, max_requests: 1, priority: 3, cache: shared}
+- {name: thrifty, key: key-of-thrifty, tokens_per_minute: 5, cache: shared}
 """
 
 
@@ -88,13 +88,23 @@ def test_a_prompt_is_pinned_as_requests_name_it(guarded: RouterCluster) -> None:
     pinned = {"prefill-0": 2, "decode-0": 0}
     assert answer == {"prompt_pages": 3, "pinned_pages": pinned, "replicas": ["prefill-0", "decode-0"]}
     salts = {"cache_salt": "ours", "extra_key": "more"}
-    assert admin(guarded, "unpin", prompt=prompt, replica="prefill-0", **salts)["pinned_pages"] == {"prefill-0": 2}
+    mine = {"replica": "prefill-0", "api_key": "key-0", **salts}
+    assert admin(guarded, "unpin", prompt=prompt, **mine)["pinned_pages"] == {"prefill-0": 2}
     assert guarded.prefill.wait_message(PinPages) == [
-        PinPages(keys=page_keys(prompt, 64), is_pinned=True),
-        PinPages(keys=page_keys(prompt, 64, "ours\0more"), is_pinned=False),
+        PinPages(keys=page_keys(prompt, 64, "\0"), is_pinned=True),
+        PinPages(keys=page_keys(prompt, 64, "key-0\0ours\0more"), is_pinned=False),
     ]
     assert ask(guarded, "key-of-anybody", prompt=prompt, **salts).status_code == 200
-    assert guarded.last_submit().cache_salt == "ours\0more"
+    assert guarded.last_submit().cache_salt == "key-0\0ours\0more"
+
+
+def test_keys_share_cached_prompts_only_if_both_ask_for_it(guarded: RouterCluster) -> None:
+    salts = {}
+    for key in ("key-of-anybody", "key-of-another", "key-of-busy", "key-of-thrifty"):
+        assert ask(guarded, key).status_code == 200
+        salts[key] = guarded.last_submit().cache_salt
+    assert salts["key-of-anybody"] != salts["key-of-another"]
+    assert salts["key-of-busy"] == salts["key-of-thrifty"] == "\0"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +113,7 @@ def test_a_prompt_is_pinned_as_requests_name_it(guarded: RouterCluster) -> None:
         ("detach_storage", {"replca": "prefill-0"}, "replca: there is no such field"),
         ("flush_cache", {"tiers": ["storage"]}, "tiers: there is no such field"),
         ("pin", {"prompt": [5] * 64, "foo": 1}, "foo: there is no such field"),
+        ("pin", {"prompt": [5] * 64, "api_key": "nobody"}, "api_key: there is no key 'nobody'; allowed: busy, thrifty"),
         ("pin", {"prompt": ["a", "b"]}, "prompt: must be a string, or a list of token ids; neither may be empty"),
         ("pin", {"prompt": []}, "prompt: must be a string, or a list of token ids; neither may be empty"),
         ("unpin", {"prompt": [5] * 63}, "prompt: got 63 tokens, less than a page; allowed: at least 64 (kv.page_size)"),

@@ -22,7 +22,7 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
 }
 
 WRONG_PROMPT = "must be a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty"
-WRONG_STOP = "must be a string, or a list of at most 16 strings; none of them empty"
+WRONG_STOP = "must be a string, or a list of at most 16 strings, each of 1 to 1024 characters"
 WRONG_CONTENT = (
     "must be a string, or a list of parts of type text or refusal; images, audio and files are not supported"
 )

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from router.api.body import HARMLESS, refuse_unsupported
-from router.api.requests import ChatRequest
-from router.api.response_request import ResponseRequest, chat_of
 from router.errors import ApiError
+from router.preprocess.body import HARMLESS, refuse_unsupported
+from router.preprocess.requests import ChatRequest
+from router.preprocess.response_request import ResponseRequest, chat_of
 
 MESSAGES = [{"role": "user", "content": "x"}]
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -80,6 +80,23 @@ async def test_a_full_queue_and_a_long_wait_are_refused() -> None:
     assert gate.num_waiting == 0
 
 
+async def test_a_flood_costs_another_tenant_at_most_its_share() -> None:
+    gate, replicas = Gate(6, 60.0), Replicas(0)
+    flood = [asyncio.create_task(gate.enter(replicas.opener(f"m{n}"), 0, "mallory", 1.0, 100)) for n in range(6)]
+    await settle()
+    others = [asyncio.create_task(gate.enter(replicas.opener(f"a{n}"), 0, "alice", 1.0, 100)) for n in range(2)]
+    heavy = asyncio.create_task(gate.enter(replicas.opener("w"), 0, "willy", 2.0, 100))
+    await settle()
+    dropped = [task for task in flood if task.done()]
+    assert dropped == flood[:2:-1][::-1]
+    assert [str(task.exception()) for task in dropped] == ["full"] * 3
+    replicas.room = 9
+    gate.look()
+    assert replicas.opened == ["m0", "a0", "w", "m1", "a1", "m2"]
+    for task in (*flood[:3], *others, heavy):
+        (await task).__exit__(None, None, None)
+
+
 async def test_disconnected_clients_leave_the_queue() -> None:
     gate, replicas = Gate(9, 60.0), Replicas(0)
     gone = asyncio.create_task(gate.enter(replicas.opener("gone"), 0))

@@ -10,20 +10,17 @@ from cluster.channel import MAX_FRAME_BYTES, encode
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.messages import Output
 from cluster.spec.sampling import Sampling, TokenLogprobs
-from router.api.intake import _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES, check_prompt_logprobs, make_sampling
-from router.api.requests import CompletionRequest
 from router.errors import ApiError
-from router.service import SamplingDefaults, Service, defaults_of
+from router.preprocess.intake import _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES, check_prompt_logprobs, make_sampling
+from router.preprocess.model import SamplingDefaults, ServedModel, defaults_of
+from router.preprocess.requests import CompletionRequest
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}
 
 
 def sampling_of(defaults: SamplingDefaults, **fields: Any) -> Sampling:
-    service = cast(
-        "Service",
-        SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=100), model=SimpleNamespace(sampling_defaults=defaults)),
-    )
-    return make_sampling(service, CompletionRequest(model="m", prompt="a", **fields), frozenset())
+    model = cast("ServedModel", SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=100), sampling_defaults=defaults))
+    return make_sampling(model, CompletionRequest(model="m", prompt="a", **fields), frozenset())
 
 
 def test_a_request_overrides_the_models_defaults() -> None:

@@ -8,7 +8,7 @@ import llguidance
 import pytest
 from pydantic import AnyUrl, Base64Bytes, BaseModel, FilePath, IPvAnyAddress, Json, SecretStr
 
-from router.api.constrain import without_noops
+from router.preprocess.constrain import without_noops
 
 KNOWN = ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 UNKNOWN = ["password", "binary", "uri-reference", "json-string", "iri", "regex", "json-pointer", "x" * 100_000, ""]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.spec.wire import TokenIds
-from router.api.body import _read_extracting_ids, extract_ids
-from router.api.requests import CompletionRequest
+from router.preprocess.body import _read_extracted, extract_ids
+from router.preprocess.requests import CompletionRequest
 
 LONG = [7, 151_935, 0, 2**31 - 1] * 300
 SPOILT = [-1, 2**31, 2**64, -(2**70), 10**40, 1.0, True, None, "7", [7]]
@@ -32,6 +32,11 @@ def read_by_pydantic(content: bytes) -> CompletionRequest | None:
         return CompletionRequest.model_validate_json(content)
     except ValidationError:
         return None
+
+
+def read_extracting(content: bytes) -> CompletionRequest | None:
+    extracted = extract_ids(content, "prompt")
+    return None if extracted is None else _read_extracted(extracted, CompletionRequest)
 
 
 @given(
@@ -58,7 +63,7 @@ def test_ids_equal_pydantics(
         offset, put = broken[0] % len(content), broken[1]
         content = content[:offset] + put + content[offset + 1 :]
     expected = read_by_pydantic(content)
-    found = _read_extracting_ids(content, CompletionRequest)
+    found = read_extracting(content)
     if found is not None:
         assert expected is not None, "pydantic has refused it"
         assert isinstance(found.prompt, TokenIds)
@@ -68,7 +73,7 @@ def test_ids_equal_pydantics(
 @pytest.mark.parametrize("separators", SEPARATORS)
 def test_long_lists_are_extracted(separators: tuple[str, str]) -> None:
     content = json.dumps({"prompt": LONG, "model": "m", "max_tokens": 3}, separators=separators).encode()
-    body = _read_extracting_ids(content, CompletionRequest)
+    body = read_extracting(content)
     assert body is not None
     assert body.prompt == TokenIds.of(LONG)
     assert body.max_tokens == 3
@@ -86,12 +91,12 @@ def test_long_lists_are_extracted(separators: tuple[str, str]) -> None:
     ],
 )
 def test_anything_else_is_left_to_pydantic(content: dict[str, Any]) -> None:
-    assert _read_extracting_ids(json.dumps(content).encode(), CompletionRequest) is None
+    assert read_extracting(json.dumps(content).encode()) is None
 
 
 def test_the_last_of_two_prompts_counts() -> None:
     content = b'{"model": "m", "prompt": %b, "prompt": [1]}' % json.dumps(LONG).encode()
-    assert _read_extracting_ids(content, CompletionRequest) is None
+    assert read_extracting(content) is None
     assert read_by_pydantic(content) == CompletionRequest(model="m", prompt=[1])
 
 

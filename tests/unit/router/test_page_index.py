@@ -1,8 +1,5 @@
 """The router's index of cached pages: in order, without gaps, within its bounds."""
 
-import asyncio
-from collections.abc import Sequence
-
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -166,8 +163,8 @@ def test_an_unknown_prompt_is_cheap_at_any_length() -> None:
     assert len(PromptKeys([1] * 20_000, _PAGE_SIZE, "").known(lambda _: False)) < 10
 
 
-def test_a_very_long_prompt_is_prepared_whole() -> None:
-    prompt: Sequence[int] = [1] * 40_000
-    keys = PromptKeys(prompt, _PAGE_SIZE, "")
-    asyncio.run(keys.prepare())
-    assert [*keys.known(lambda _: False)] == page_keys(prompt[:-1], _PAGE_SIZE)
+def test_keys_known_from_the_start() -> None:
+    prompt = [1] * 40_000
+    whole = PromptKeys(prompt, _PAGE_SIZE, "").all()
+    assert whole == page_keys(prompt[:-1], _PAGE_SIZE)
+    assert [*PromptKeys(prompt, _PAGE_SIZE, "", whole).known(lambda _: False)] == whole

@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponseUsage
 
 from router.api import response_writer
-from router.api.response_request import ResponseRequest
 from router.api.response_writer import Event, OutputCall, OutputItem, OutputMessage, OutputReasoning
 from router.api.responses import ChosenLogprob, PromptTokensDetails, Usage
 from router.message import MessageReader, Thinking
-from router.service import SamplingDefaults, Service
+from router.preprocess.job import ResponsesOptions
+from router.preprocess.model import ServedModel
 from router.tool_calls.parsers import HermesParser
 
 CALLS = [("get", '{"a": [1, "}"]}'), ("stop", "{}")]
 WRITTEN = [f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>' for name, arguments in CALLS]
 ANSWER = f"<think>\nHm.\n</think>\n\nLet me see.\n{WRITTEN[0]}\n{WRITTEN[1]}\nThat is all."
+
+_NAMES = "instructions max_output_tokens metadata parallel_tool_calls reasoning temperature text tool_choice tools"
+REPEATED = json.dumps(dict.fromkeys([*_NAMES.split(), "top_p", "user"])).encode()
 
 
 def run(pieces: list[str]) -> tuple[list[OutputItem], list[Event]]:
@@ -111,13 +114,10 @@ def test_log_probabilities_are_in_the_item_with_their_text() -> None:
 
 @pytest.mark.parametrize("tiers", [{}, {"host_tokens": 16, "storage_tokens": 8}])
 def test_the_usage_has_what_openais_client_requires_and_the_tiers_of_the_prompt(tiers: dict[str, int]) -> None:
-    model = SimpleNamespace(name="m", sampling_defaults=SamplingDefaults())
-    service = cast("Service", SimpleNamespace(tokenizer=None, model=model))
-    body = ResponseRequest.model_validate({"model": "m", "input": "a"})
+    model = cast("ServedModel", SimpleNamespace(name="m", tokenizer=None, dialect=None))
+    options = ResponsesOptions(fields=REPEATED)
     details = PromptTokensDetails(cached_tokens=32, **tiers)
     usage = Usage(prompt_tokens=40, completion_tokens=2, total_tokens=42, prompt_tokens_details=details)
-    written = json.loads(response_writer.ResponseWriter("x", service, body, MessageReader()).whole([[]], usage))[
-        "usage"
-    ]
+    written = json.loads(response_writer.ResponseWriter("x", model, options).whole([[]], usage))["usage"]
     assert written["input_tokens_details"] == {"cached_tokens": 32, "cache_write_tokens": 0} | tiers
     assert ResponseUsage.model_validate(written, strict=True).output_tokens_details.reasoning_tokens == 0

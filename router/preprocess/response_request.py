@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationError
 from pydantic_core import to_json
 
-from router.api.body import HARMLESS, Body, problem_of, refuse_unsupported
-from router.api.requests import (
+from router.errors import ApiError, bad_request
+from router.preprocess.body import HARMLESS, Body, problem_of, refuse_unsupported
+from router.preprocess.model import Temperature, TopP
+from router.preprocess.requests import (
     ChatRequest,
     Effort,
     FunctionName,
@@ -19,8 +21,6 @@ from router.api.requests import (
     SchemaObject,
     Verbosity,
 )
-from router.errors import ApiError, bad_request
-from router.service import Temperature, TopP
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"

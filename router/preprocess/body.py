@@ -8,21 +8,20 @@ import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import simdjson
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler
 from pydantic_core import ErrorDetails
-from starlette.requests import Request
 
 from cluster.spec.wire import TokenIds
 from router.errors import ApiError, bad_request
 
 EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty",
-    "stop": "a string, or a list of at most 16 strings; none of them empty",
+    "stop": "a string, or a list of at most 16 strings, each of 1 to 1024 characters",
     "input": "a string, or a list of messages, function calls, their outputs, and reasoning",
     "content": "a string, or a list of parts of type text or refusal; images, audio and files are not supported",
     "tool_choice": '"none", "auto", "required", an object of type "function" that names one of the tools, or one of '
@@ -97,18 +96,13 @@ class Body(BaseModel):
 Read = TypeVar("Read", bound=Body)
 
 
-async def read(request: Request, schema: type[Read]) -> Read:
-    """Receive and validate a request's body.
+def parse(content: bytes, schema: type[Read], extracted: "Extracted | None" = None) -> Read:
+    """Validate a body, of which ``extract_ids`` may have split off the token ids.
 
     Raises:
-        ApiError: 400 naming the first wrong field, or any error of ``ArrivingBodies.receive``.
-        ClientDisconnect: the client left before the end of the body.
+        ApiError: 400 naming the first wrong field.
     """
-    return parse(await request.app.state.bodies.receive(request), schema)
-
-
-def parse(content: bytes, schema: type[Read]) -> Read:
-    if (body := _read_extracting_ids(content, schema)) is not None:
+    if extracted is not None and (body := _read_extracted(extracted, schema)) is not None:
         return body
     try:
         return schema.model_validate_json(content)
@@ -121,23 +115,26 @@ def parse(content: bytes, schema: type[Read]) -> Read:
         raise problem_of(first, schema.expected) from None
 
 
-def _read_extracting_ids(content: bytes, schema: type[Read]) -> Read | None:
-    """Read a valid body with a long list of token ids without a Python number per id; return None for other bodies."""
-    field = schema.ids_field
-    if field is None or (extracted := extract_ids(content, field)) is None:
-        return None
-    rest, ids = extracted
+def _read_extracted(extracted: "Extracted", schema: type[Read]) -> Read | None:
+    """Read a body without a Python number per token id. Return None if the ids belong to an inner object."""
+    assert schema.ids_field is not None
     with suppress(ValidationError):
-        body = schema.model_validate_json(rest, context=ids)
-        return body if getattr(body, field) is ids else None
+        body = schema.model_validate_json(extracted.rest, context=extracted.ids)
+        return body if getattr(body, schema.ids_field) is extracted.ids else None
     return None
 
 
-def extract_ids(body: bytes, field: str) -> tuple[bytes, TokenIds] | None:
+class Extracted(NamedTuple):
+    rest: bytes
+    """The body with a placeholder for the ids."""
+    ids: TokenIds
+
+
+def extract_ids(body: bytes, field: str) -> Extracted | None:
     """Split a body into a field's ids and the rest. Return None unless the field is certainly a list of ids.
 
     In JSON, an unescaped quote after ``{`` or ``,`` can only begin a key or a string, so a match is a key. It may
-    belong to an inner object, so the caller must check that ``put_back`` has restored the ids.
+    belong to an inner object, so ``parse`` checks that ``put_back`` has restored the ids.
     """
     name = b'"%b"' % field.encode()
     at = body.find(name) if len(body) >= _LONG_BYTES else -1
@@ -146,7 +143,7 @@ def extract_ids(body: bytes, field: str) -> tuple[bytes, TokenIds] | None:
         return None
     start, end = opening.end() - 1, body.find(b"]", opening.end()) + 1
     ids = _ids_in(body[start:end])
-    return None if ids is None else (b'%b"%b"%b' % (body[:start], _PLACEHOLDER.encode(), body[end:]), ids)
+    return None if ids is None else Extracted(b'%b"%b"%b' % (body[:start], _PLACEHOLDER.encode(), body[end:]), ids)
 
 
 def put_back(given: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
@@ -171,14 +168,14 @@ def problem_of(error: ErrorDetails, expected: Mapping[str, str] = EXPECTED) -> A
         return bad_request(f"body: {error['msg']}")
     path, field = _path(error["loc"], expected)
     if not path:
-        return bad_request(f"body: must be a JSON object, got {_short(repr(error['input']))}")
+        return bad_request(f"body: must be a JSON object, got {shortened(repr(error['input']))}")
     if error["type"] == "missing":
         return bad_request(f"{path}: field required", path)
     if field in expected:
         return bad_request(f"{path}: must be {expected[field]}", path)
     words = _WORDS.get(error["type"])
     said = error["msg"] if words is None else words.format(**error.get("ctx", {}))
-    return bad_request(f"{path}: {said}, got {_short(repr(error['input']))}", path)
+    return bad_request(f"{path}: {said}, got {shortened(repr(error['input']))}", path)
 
 
 def _path(loc: tuple[int | str, ...], expected: Mapping[str, str]) -> tuple[str, str]:
@@ -214,8 +211,9 @@ def _same(given: Any, allowed: Any) -> bool:
 
 
 def _json(value: Any) -> str:
-    return _short(msgspec.json.encode(value).decode())
+    return shortened(msgspec.json.encode(value).decode())
 
 
-def _short(text: str) -> str:
+def shortened(text: str) -> str:
+    """Return a text for an error message, which never quotes more than 60 characters."""
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,8 +1,8 @@
 """Conversion of a body's structured-output fields to one grammar for ``cluster.grammar``."""
 
-import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,11 @@ from pydantic_core import from_json
 
 from cluster.grammar import knows_format, lark_of, lark_of_regex
 from cluster.spec.errors import UserError
-from router.api.body import refuse_unsupported
-from router.api.requests import FORM_FIELDS, GenerationBody
-from router.errors import bad_request
+from router.errors import ApiError, bad_request
 from router.message import CLOSING, OPENING, Thinking
-from router.service import Service
+from router.preprocess.body import refuse_unsupported
+from router.preprocess.model import ServedModel
+from router.preprocess.requests import FORM_FIELDS, GenerationBody
 
 MAX_GRAMMAR_CHARS = 1024 * 1024
 """Maximum length of a grammar, which is sent with the request."""
@@ -71,6 +71,8 @@ def json_part(schema: Mapping[str, Any] | bool, field: str) -> Part:
 
 def wanted_answer(body: GenerationBody) -> Constraint | None:
     """Return the required form of the answer, or None if any form is allowed."""
+    if not body.is_constrained:
+        return None
     outputs = body.structured_outputs
     given = {name: getattr(body, name) for name in FORM_FIELDS}
     if outputs is not None:
@@ -85,38 +87,47 @@ def wanted_answer(body: GenerationBody) -> Constraint | None:
     return Constraint(rules=(), starts=("@answer",), parts={"answer": parts[0]}) if parts else None
 
 
-async def checked_grammar(service: Service, constraint: Constraint, thinking: Thinking = Thinking.NONE) -> str:
-    """Check a grammar, and return it as text for the replicas.
+def grammar_of(model: ServedModel, wanted: Callable[[], Constraint | None], thinking: Thinking = Thinking.NONE) -> str:
+    """Return the grammar of an answer as text for the replicas; empty if any answer is allowed.
+
+    Args:
+        wanted: function that converts the client's fields.
 
     Raises:
         ApiError: the grammar is invalid or too long.
     """
-    grammar = constraint.grammar(thinking, service.tokenizer.special_texts)
+    with model.grammars.limited() if model.grammars is not None else nullcontext():
+        constraint = wanted()
+        return "" if constraint is None else _checked(model, constraint, thinking)
+
+
+def _checked(model: ServedModel, constraint: Constraint, thinking: Thinking) -> str:
+    grammar = constraint.grammar(thinking, model.tokenizer.special_texts)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         field = next(iter(constraint.parts.values())).field
         got = f"got {len(grammar)} characters of grammar"
         raise bad_request(f"{field}: {got}; allowed: at most {MAX_GRAMMAR_CHARS}", field)
     # Compiling a grammar with reasoning does not reveal that no answer can follow the reasoning.
-    bare = constraint.grammar(Thinking.NONE, service.tokenizer.special_texts)
+    bare = constraint.grammar(Thinking.NONE, model.tokenizer.special_texts)
     for asked in dict.fromkeys((bare, grammar)):
-        if problem := await _problem(service, asked):
-            raise await _blame(service, constraint, problem)
+        if problem := _problem(model, asked):
+            raise _blame(model, constraint, problem)
     return grammar
 
 
-async def _blame(service: Service, constraint: Constraint, problem: str) -> Exception:
+def _blame(model: ServedModel, constraint: Constraint, problem: str) -> ApiError:
     """Return an error about the part that is invalid on its own, or otherwise about all parts together."""
     for part in constraint.parts.values():
-        if own := await _problem(service, _grammar_text(part.grammar)):
+        if own := _problem(model, _grammar_text(part.grammar)):
             return bad_request(f"{part.field}: {own}", part.field)
     field = next(iter(constraint.parts.values())).field
     return bad_request(f"{field}: {problem}", field)
 
 
-async def _problem(service: Service, grammar: str) -> str:
+def _problem(model: ServedModel, grammar: str) -> str:
+    assert model.grammars is not None
     try:
-        # Shielded: other requests may wait for the same compilation.
-        await asyncio.shield(asyncio.wrap_future(service.grammars.prepare(grammar)))
+        model.grammars.prepare(grammar).result()
     except UserError as error:
         return str(error)
     return ""

@@ -1,88 +1,85 @@
-"""Conversion of a chat body to a request and a reader of its answer: template, tools, reasoning, structured output."""
+"""Conversion of a chat body to a request: template, tools, reasoning, structured output."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cluster.spec.errors import UserError
-from router.api.constrain import ANY_OBJECT, Constraint, checked_grammar, json_part, wanted_answer
-from router.api.intake import check, given_or, make_request, off_loop
-from router.api.requests import AllowedTools, ChatMessage, ChatRequest, NamedTool, TemplateBody, Tool
 from router.errors import bad_request
-from router.message import CLOSING, OPENING, MessageReader, NewReader, Thinking, reasoning_after
+from router.message import CLOSING, OPENING, Thinking, reasoning_after
+from router.preprocess.constrain import ANY_OBJECT, Constraint, grammar_of, json_part, wanted_answer
+from router.preprocess.intake import check, encode, given_or, make_request
+from router.preprocess.model import ServedModel
+from router.preprocess.requests import AllowedTools, ChatMessage, ChatRequest, NamedTool, TemplateBody, Tool
 from router.request import GenerateRequest
-from router.service import Service
 from router.tool_calls.dialects import Dialect
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateRequest, NewReader | None]:
-    """Return the request, and a function that makes readers of answers, or None if the text needs no parsing."""
-    check(service, body)
+class AnswerForm(NamedTuple):
+    """What the text of an answer to a conversation may hold."""
+
+    thinking: Thinking
+    tool_names: list[str] | None
+    """Functions that the model may call; None if it must not call any."""
+
+
+def chat_request(model: ServedModel, body: ChatRequest, max_tokens: int) -> tuple[GenerateRequest, AnswerForm]:
+    check(model, body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs: only allowed with logprobs=true", "top_logprobs")
-    if body.reasoning_effort not in (None, "none") and not service.model.has_reasoning:
+    if body.reasoning_effort not in (None, "none") and not model.has_reasoning:
         known = "this model's chat template does not support reasoning, or router.reasoning_parser is none"
         given = f'got "{body.reasoning_effort}", allowed: null or "none"'
         raise bad_request(f"reasoning_effort: not supported here: {known}; {given}", "reasoning_effort")
-    dialect = _dialect(service, body)
-    prompt_ids, prompt = await chat_prompt(service, body.messages, body)
-    thinking = reasoning_after(prompt) if service.model.has_reasoning else Thinking.NONE
-    constraint = _constraint(service, body, dialect)
-    grammar = await checked_grammar(service, constraint, thinking) if constraint is not None else ""
-    markers = [OPENING, CLOSING] if service.model.has_reasoning else []
+    dialect = _dialect(model, body)
+    prompt_ids, prompt = chat_prompt(model, body.messages, body)
+    thinking = reasoning_after(prompt) if model.has_reasoning else Thinking.NONE
+    grammar = grammar_of(model, lambda: _constraint(model, body, dialect), thinking)
+    markers = [OPENING, CLOSING] if model.has_reasoning else []
     markers += dialect.markers if dialect is not None else ()
     names = [tool.function.name for _, tool in _callable(body)]
-
-    def new_reader() -> MessageReader:
-        return MessageReader(thinking, dialect.parser(names) if dialect is not None else None)
-
-    is_plain = thinking is Thinking.NONE and dialect is None
-    return make_request(service, body, prompt_ids, grammar, markers), None if is_plain else new_reader
+    request = make_request(model, body, prompt_ids, max_tokens, grammar, markers)
+    return request, AnswerForm(thinking, names if dialect is not None else None)
 
 
-async def chat_prompt(
-    service: Service, messages: Sequence[ChatMessage], options: TemplateBody
-) -> tuple[list[int], str]:
+def chat_prompt(model: ServedModel, messages: Sequence[ChatMessage], options: TemplateBody) -> tuple[list[int], str]:
     """Render and tokenize a conversation. By default, no special tokens are added, because most templates write them.
 
     Templates that do not know ``developer``, OpenAI's newer name for ``system``, get ``system``.
     """
     given = [message.for_template() for message in messages]
-    if "developer" not in (service.tokenizer.chat_template or ""):
+    if "developer" not in (model.tokenizer.chat_template or ""):
         # Most templates skip unknown roles, so the message would be lost.
         given = [message | {"role": "system"} if message["role"] == "developer" else message for message in given]
-
-    def render_and_encode() -> tuple[list[int], str]:
-        opens_answer = options.add_generation_prompt is not False
-        text = service.tokenizer.apply_chat_template(given, opens_answer, options.variables)
-        return service.tokenizer.encode(text, bool(options.add_special_tokens)), text
-
     try:
-        return await off_loop(sum(len(message["content"]) for message in given), render_and_encode)
+        opens_answer = options.add_generation_prompt is not False
+        text = model.tokenizer.apply_chat_template(given, opens_answer, options.variables)
     except UserError as error:
         raise bad_request(str(error), "messages") from error
+    return encode(model, text, "messages", add_special_tokens=bool(options.add_special_tokens)), text
 
 
-def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
+def _dialect(model: ServedModel, body: ChatRequest) -> Dialect | None:
     """Return the format of tool calls, or None if the model must not call tools."""
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
         raise bad_request("tool_choice: there are no tools to choose from", "tool_choice")
     if not body.tools or body.tool_choice == "none":
         return None
-    if service.model.dialect is None:
+    if model.dialect is None:
         known = "this model's chat template does not support tool calls, or router.tool_parser is none"
         raise bad_request(f'tools: not supported here: {known}; allowed with "tool_choice": "none"', "tools")
-    return service.model.dialect
+    return model.dialect
 
 
-def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) -> Constraint | None:
+def _constraint(model: ServedModel, body: ChatRequest, dialect: Dialect | None) -> Constraint | None:
     """Return the required form of the answer and its calls, or None if any form is allowed."""
-    answer = wanted_answer(body) if body.is_constrained else None
+    answer = wanted_answer(body)
     if dialect is None or (_is_best_effort(body) and body.parallel_tool_calls is not False and answer is None):
         return answer
     choice = body.tool_choice
     is_free = (choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice) in (None, "none", "auto")
-    calls = _calls(body, dialect, service.tokenizer.special_texts, with_text=is_free and answer is None)
+    calls = _calls(body, dialect, model.tokenizer.special_texts, with_text=is_free and answer is None)
     if answer is None:
         return calls
     if is_free:

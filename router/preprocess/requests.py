@@ -8,8 +8,8 @@ import msgspec
 from pydantic import Field, WrapValidator
 
 from cluster.spec.wire import TokenIds
-from router.api.body import Body, put_back
-from router.service import MinP, RepetitionPenalty, Temperature, TopK, TopP
+from router.preprocess.body import Body, put_back
+from router.preprocess.model import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 Positive = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -23,7 +23,10 @@ Prompt = Annotated[
     # The validator gets Python objects, for which a union takes a quarter of the time that it takes for JSON.
     WrapValidator(put_back),
 ]
-StopText = Annotated[str, Field(min_length=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+"""Stop string. Each new token is compared with all of its beginnings."""
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 """Reasoning effort. Models without effort levels reason unless it is "none"."""
@@ -103,8 +106,8 @@ class StreamOptions(Body):
 
 
 class SaltedBody(Body):
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    extra_key: str | None = None
+    cache_salt: Salt | None = None
+    extra_key: Annotated[str, Field(max_length=1024)] | None = None
 
     @property
     def salt(self) -> str:
@@ -130,13 +133,13 @@ class GenerationBody(SaltedBody):
     presence_penalty: Penalty | None = None
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    bad_words: Annotated[list[StopText], Field(max_length=256)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=256)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: (
         Annotated[StopText | Annotated[list[StopText], Field(max_length=16)], Field(union_mode="left_to_right")] | None
     ) = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None

@@ -1,0 +1,49 @@
+"""Responses to errors of all kinds."""
+
+from http import HTTPStatus
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from router.errors import ApiError, ClientLeftError, LimitError
+from router.metrics import Metrics
+
+EXPECTED_ERRORS = (ApiError, ClientDisconnect)
+"""Errors that are not bugs of the router."""
+
+
+def answer_error(metrics: Metrics, request: Request, error: Exception) -> Response:
+    """Count an error and return the response for it."""
+    match error:
+        case ApiError():
+            shown = error
+        case ClientDisconnect():
+            shown = ClientLeftError("client left")
+        case HTTPException():
+            shown = _http_error(request, error)
+        case _:
+            shown = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; see the router's log")
+    metrics.refused.add(1, str(int(shown.status)))
+    if isinstance(error, LimitError):
+        metrics.rejections.add(1, error.limit)
+    return Response(shown.body, shown.status, shown.headers, media_type="application/json")
+
+
+def install(app: FastAPI, metrics: Metrics) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
+        return answer_error(metrics, request, error)
+
+    for kind in (*EXPECTED_ERRORS, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _http_error(request: Request, error: HTTPException) -> ApiError:
+    messages = {
+        HTTPStatus.NOT_FOUND: f"there is no route {request.url.path}",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not accept {request.method}",
+    }
+    status = HTTPStatus(error.status_code)
+    message = messages.get(status, str(error.detail))
+    return ApiError(status, message, code=status.name.lower(), headers=error.headers)

@@ -1,0 +1,79 @@
+"""Queue that gives every tenant its share. Sans I/O."""
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class _Entry(msgspec.Struct, Generic[T], order=True, frozen=True):
+    priority: int
+    begin: float
+    number: int
+    tenant: str
+    item: T
+
+
+class FairQueue(Generic[T]):
+    """Queue ordered by priority, then fairly among tenants, then by arrival.
+
+    Start-time fair queueing (Goyal, Vin and Cheng, 1996): tenants are served in proportion to their weights, however
+    many items each of them adds. A tenant that was idle is served at once, but has saved nothing up.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry[T]] = []
+        self._numbers = itertools.count()
+        self._now = 0.0
+        """Virtual time: the begin of the item taken last."""
+        self._end_of: dict[str, float] = {}
+        """Virtual time at which each tenant's newest item ends."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[T]:
+        return (entry.item for entry in self._entries)
+
+    @property
+    def first(self) -> T:
+        return self._entries[0].item
+
+    def push(self, item: T, tenant: str, cost: float, weight: float = 1.0, priority: int = 0) -> None:
+        """Add an item. ``cost`` is the work that it takes, in any unit that all items of the queue share."""
+        begin = max(self._now, self._end_of.get(tenant, 0.0))
+        self._end_of[tenant] = begin + cost / weight
+        heapq.heappush(self._entries, _Entry(priority, begin, next(self._numbers), tenant, item))
+
+    def pop(self) -> T:
+        entry = heapq.heappop(self._entries)
+        self._now = max(self._now, entry.begin)
+        self._forget_if_empty()
+        return entry.item
+
+    def remove(self, item: T) -> None:
+        """Remove an item that waits no longer, if it is still in the queue."""
+        kept = [entry for entry in self._entries if entry.item is not item]
+        if len(kept) < len(self._entries):
+            self._entries = kept
+            heapq.heapify(self._entries)
+            self._forget_if_empty()
+
+    def least_entitled(self) -> T:
+        """Return the newest item of the tenant with the most items: the one to drop if there are too many."""
+        counts: dict[str, int] = {}
+        for entry in self._entries:
+            counts[entry.tenant] = counts.get(entry.tenant, 0) + 1
+        most = max(counts.values())
+        return max(
+            (entry for entry in self._entries if counts[entry.tenant] == most), key=lambda entry: entry.number
+        ).item
+
+    def _forget_if_empty(self) -> None:
+        if not self._entries:  # nobody waits, so nobody is owed anything
+            self._end_of.clear()
+            self._now = 0.0

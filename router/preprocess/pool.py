@@ -1,0 +1,191 @@
+"""Pool of processes that preprocess bodies, so that no body can hold up the requests of other clients."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
+from pathlib import Path
+
+import cluster
+from cluster.spec.config import DeployConfig
+from router.errors import ApiError
+from router.fair_queue import FairQueue
+from router.page_index import LONG_TOKENS
+from router.preprocess.body import extract_ids
+from router.preprocess.job import (
+    LENGTH_BYTES,
+    Job,
+    JsonText,
+    Outcome,
+    Preprocessed,
+    Ready,
+    Refusal,
+    Route,
+    Setup,
+    decode_outcome,
+    encode,
+)
+from router.preprocess.model import ServedModel
+from router.preprocess.preprocessor import MustCompileError, preprocess
+from router.preprocess.process import MEMORY, PROBLEMS, too_complex
+
+NUM_PROCESSES = 2
+INLINE_BYTES = 4096
+"""Size of a body, without a list of token ids, up to which the router preprocesses it itself, in milliseconds."""
+_ID_BYTES = 12
+"""Maximum size of a token id in a body, with white space."""
+_WALL_S = 60.0
+"""Maximum time for one body on a busy machine."""
+_STOP_S = 1.0
+_ROOT = Path(cluster.__file__).parents[1]
+
+
+class PreprocessPool:
+    """Preprocesses small bodies itself and all others in processes, which serve the clients fairly.
+
+    Not thread-safe: all methods run in one event loop.
+    """
+
+    def __init__(self, config: DeployConfig, folder: Path, model: ServedModel) -> None:
+        self._setup = encode(Setup(config=config.model_dump_json(), folder=str(folder)))
+        self._model = model
+        self._waiting: FairQueue[_Waiting] = FairQueue()
+        self._arrived = asyncio.Condition()
+
+    async def serve(self) -> None:
+        """Run the processes until cancelled; then fail the jobs that wait."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(NUM_PROCESSES):
+                    group.create_task(self._serve())
+        finally:
+            for waiting in self._waiting:
+                waiting.fail(ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the router is stopping", code="stopped"))
+
+    async def run(self, job: Job, tenant: str, weight: float = 1.0) -> Preprocessed | JsonText:
+        """Preprocess a body.
+
+        Raises:
+            ApiError: the body is wrong, or takes too much time or memory.
+        """
+        if (outcome := self._inline(job)) is not None:
+            return outcome
+        waiting = _Waiting(job)
+        async with self._arrived:
+            self._waiting.push(waiting, tenant, len(job.body), weight)
+            self._arrived.notify()
+        try:
+            return await waiting.outcome
+        finally:
+            self._waiting.remove(waiting)
+
+    def _inline(self, job: Job) -> Preprocessed | JsonText | None:
+        """Preprocess a body without another process. Return None if that could take long."""
+        extracted = None
+        if len(job.body) > INLINE_BYTES:
+            if job.route is not Route.COMPLETIONS or len(job.body) > INLINE_BYTES + LONG_TOKENS * _ID_BYTES:
+                return None
+            extracted = extract_ids(job.body, "prompt")
+            if extracted is None or len(extracted.rest) > INLINE_BYTES or len(extracted.ids) > LONG_TOKENS:
+                return None
+        with suppress(MustCompileError):
+            return preprocess(self._model, job, extracted)
+        return None
+
+    async def _serve(self) -> None:
+        while True:
+            async with _started() as process:
+                await self._serve_with(process)
+
+    async def _serve_with(self, process: "_Process") -> None:
+        """Give jobs to a process until it ends or has to be ended."""
+        ready = await process.call(self._setup)
+        assert isinstance(ready, Ready), f"a preprocessing process could not start: {process.status()}"
+        while True:
+            async with self._arrived:
+                await self._arrived.wait_for(lambda: len(self._waiting) > 0)
+                waiting = self._waiting.pop()
+            try:
+                async with asyncio.timeout(_WALL_S):
+                    outcome = await process.call(encode(waiting.job))
+            except TimeoutError:
+                message = f"the router is too busy to read this request within {_WALL_S:g} s; try again"
+                waiting.fail(ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="busy"))
+                return
+            match outcome:
+                case Preprocessed() | JsonText():
+                    waiting.succeed(outcome)
+                case Refusal():
+                    waiting.fail(outcome.error)
+                case _:
+                    waiting.fail(too_complex(PROBLEMS.get(-process.status(), MEMORY)))
+                    return
+
+
+class _Waiting:
+    """Job that waits for its outcome."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.outcome: asyncio.Future[Preprocessed | JsonText] = asyncio.get_running_loop().create_future()
+
+    def succeed(self, outcome: Preprocessed | JsonText) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    def fail(self, error: ApiError) -> None:
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+
+
+@asynccontextmanager
+async def _started() -> AsyncGenerator["_Process", None]:
+    """Start a process; kill it on exit."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "router.preprocess.process"],
+            stdin=theirs.fileno(),
+            cwd=_ROOT,
+            env=os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+    try:
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            yield _Process(process, reader, writer)
+        finally:
+            writer.transport.abort()
+    finally:
+        ours.close()
+        process.kill()
+        await asyncio.to_thread(process.wait)  # the kernel may take a while to free its memory
+
+
+class _Process:
+    """One process, which does one job at a time."""
+
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+
+    async def call(self, message: bytes) -> Outcome | None:
+        """Return the answer to a message; None if the process has ended."""
+        try:
+            self._writer.write(len(message).to_bytes(LENGTH_BYTES, "little"))
+            self._writer.write(message)
+            await self._writer.drain()
+            length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
+            return decode_outcome(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def status(self) -> int:
+        """Return the exit status of a process that has closed its socket."""
+        return self._process.wait(_STOP_S)

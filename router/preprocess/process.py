@@ -1,0 +1,98 @@
+"""Process that preprocesses bodies for one router: ``python -m router.preprocess.process``, with a socket as stdin.
+
+The kernel ends it where a body takes too much time or memory. Whatever its exit status, the router tells the client
+why and starts another process.
+"""
+
+import resource
+import signal
+import socket
+from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import replace
+from http import HTTPStatus
+from pathlib import Path
+
+from cluster.grammar import Grammars
+from cluster.spec.config import DeployConfig
+from router.errors import ApiError
+from router.preprocess.job import LENGTH_BYTES, Job, JsonText, Preprocessed, Ready, Refusal, Setup, decode_job, encode
+from router.preprocess.model import ServedModel, read_model
+from router.preprocess.preprocessor import preprocess
+
+TIME_S = 10.0
+"""Maximum processor time for one body."""
+GRAMMAR_S = 1.0
+"""Maximum processor time for the grammar of one body, which the replicas also have to compile."""
+MEMORY_BYTES = 4 << 30
+"""Maximum memory of one process. A text of four million tokens takes 1.5 GiB."""
+MEMORY = f"the body takes more than {MEMORY_BYTES >> 30} GiB of memory to read; allowed: a shorter one"
+PROBLEMS: Mapping[int, str] = {
+    signal.SIGPROF: f"the body takes more than {TIME_S:g} s of processor time to read; allowed: a shorter one",
+    signal.SIGVTALRM: f"the grammar or schema takes more than {GRAMMAR_S:g} s to compile; allowed: a simpler one",
+}
+"""Reason of a process's end, by the signal with which the kernel ended it."""
+
+
+class TimedGrammars(Grammars):
+    """Grammars whose compilation ends the process if it takes too long."""
+
+    @contextmanager
+    def limited(self) -> Generator[None, None, None]:
+        wait([self._tokens])
+        signal.setitimer(signal.ITIMER_VIRTUAL, GRAMMAR_S)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def too_complex(message: str) -> ApiError:
+    return ApiError(HTTPStatus.BAD_REQUEST, message, code="too_complex")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the driver, which stops everything else
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with socket.socket(fileno=0) as channel:
+        messages = _messages(channel)
+        setup = decode_job(next(messages))
+        assert isinstance(setup, Setup)
+        folder = Path(setup.folder)
+        model = read_model(DeployConfig.model_validate_json(setup.config), folder)
+        model = replace(model, grammars=TimedGrammars(folder, model.tokenizer.vocab_size))
+        _send(channel, Ready())
+        for message in messages:
+            job = decode_job(message)
+            assert isinstance(job, Job)
+            signal.setitimer(signal.ITIMER_PROF, TIME_S)
+            outcome = _outcome(model, job)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _send(channel, outcome)
+
+
+def _outcome(model: ServedModel, job: Job) -> Preprocessed | JsonText | Refusal:
+    try:
+        return preprocess(model, job)
+    except ApiError as error:
+        return Refusal.of(error)
+    except MemoryError:
+        return Refusal.of(too_complex(MEMORY))
+
+
+def _messages(channel: socket.socket) -> Iterator[bytes]:
+    """Yield messages until the router closes the socket."""
+    with channel.makefile("rb") as stream:
+        while length := stream.read(LENGTH_BYTES):
+            yield stream.read(int.from_bytes(length, "little"))
+
+
+def _send(channel: socket.socket, message: Preprocessed | JsonText | Refusal | Ready) -> None:
+    data = encode(message)
+    channel.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+
+
+if __name__ == "__main__":
+    main()

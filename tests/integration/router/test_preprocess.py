@@ -1,0 +1,109 @@
+"""Bodies that take too much work end their own request, and only that one."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.spec.wire import TokenIds
+from router.errors import ApiError
+from router.page_index import LONG_TOKENS, PromptKeys
+from router.preprocess import pool as pools
+from router.preprocess.job import Job, JsonText, Preprocessed, Route, encode
+from router.preprocess.model import read_model
+from router.preprocess.pool import PreprocessPool
+from tests.fakes.model_folder import write_model_folder
+from tests.fakes.router_cluster import MODEL, config_of
+
+pytestmark = pytest.mark.integration
+
+CONTEXT = 1 << 20
+PATTERNS = {"allOf": [{"type": "string", "pattern": f"(.*a{number}.*)"} for number in range(16)]}
+MANY = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(10_000)}}
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "automaton": ({"guided_json": PATTERNS}, "takes more than 1 s to compile; allowed: a simpler one"),
+    "conversion": ({"guided_grammar": "root ::= " + "\n" * 50_000 + '"a"'}, "takes more than 1 s to compile"),
+    "properties": ({"guided_json": MANY}, "takes more than 1 s to compile"),
+    "text": ({"prompt": "a b c d " * 3_000_000}, f"24000000 characters; allowed: at most {16 * CONTEXT}"),
+    "stops": ({"stop": ["x" * 1025]}, "stop: "),
+    "bad words": ({"bad_words": ["x" * 257]}, "bad_words[0]: "),
+    "stop ids": ({"stop_token_ids": [1] * 1025}, "stop_token_ids: must have at most 1024 items"),
+    "salt": ({"cache_salt": "x" * 1025}, "cache_salt: "),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("model"), max_context=CONTEXT)
+
+
+@pytest.fixture
+async def pool(folder: Path) -> AsyncIterator[PreprocessPool]:
+    config = config_of()
+    made = PreprocessPool(config, folder, read_model(config, folder))
+    serving = asyncio.create_task(made.serve())
+    yield made
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+def job(route: Route = Route.COMPLETIONS, *, with_keys: bool = False, **fields: Any) -> Job:
+    body = json.dumps({"model": MODEL} | fields).encode()
+    return Job(route=route, body=body, max_tokens=CONTEXT, with_keys=with_keys)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_excess_is_refused_and_the_pool_goes_on(pool: PreprocessPool, name: str) -> None:
+    fields, words = HOSTILE[name]
+    with pytest.raises(ApiError) as caught:
+        await pool.run(job(**({"prompt": "a"} | fields)), "mallory")
+    assert caught.value.status == 400
+    assert words in str(caught.value)
+    made = await pool.run(job(prompt="a", guided_regex="[ab]"), "alice")
+    assert isinstance(made, Preprocessed)
+
+
+async def test_a_process_has_the_same_outcome_as_the_router(
+    pool: PreprocessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [
+        job(prompt="abc", n=2, stop=["x", "yz"], echo=True, logprobs=2, logit_bias={"5": 1.5}, user="u", seed=3),
+        job(prompt=[[5, 6], [7, 8, 9]], bad_words=["bad"], min_tokens=2, priority=4, return_token_ids=True, seed=3),
+        job(Route.CHAT, messages=[{"role": "user", "content": "hello"}], include_reasoning=False, stream=True, seed=3),
+        job(Route.RESPONSES, input="hello", instructions="be", metadata={"a": "b"}, temperature=0.5, seed=3),
+        job(Route.TOKENIZE, prompt="hello", return_token_strs=True),
+        job(Route.DETOKENIZE, tokens=[5, 6, 7]),
+    ]
+    inline = [await pool.run(one, "alice") for one in asked]
+    monkeypatch.setattr(pools, "INLINE_BYTES", 0)
+    for one, expected in zip(asked, inline, strict=True):
+        assert encode(await pool.run(one, "alice")) == encode(expected)
+
+
+async def test_the_keys_of_a_long_prompt_come_with_it(pool: PreprocessPool) -> None:
+    ids = [5, 6, 7, 8] * (LONG_TOKENS // 4) + [9]
+    made = await pool.run(job(prompt=ids, cache_salt="s", with_keys=True), "alice")
+    assert isinstance(made, Preprocessed)
+    assert made.requests[0].prompt_ids == TokenIds.of(ids)
+    assert made.page_keys == [PromptKeys(TokenIds.of(ids), config_of().kv.page_size, "s").all()]
+
+
+async def test_long_texts_do_not_pass_through_the_router(pool: PreprocessPool) -> None:
+    text = "a b c d " * 10_000
+    made = await pool.run(job(Route.TOKENIZE, prompt=text), "alice")
+    assert isinstance(made, JsonText)
+    assert json.loads(made.text)["count"] > 1000
+
+
+async def test_waiting_jobs_fail_when_the_router_stops(folder: Path) -> None:
+    config = config_of()
+    made = PreprocessPool(config, folder, read_model(config, folder))
+    serving = asyncio.create_task(made.serve())
+    waiting = [asyncio.create_task(made.run(job(prompt="a b c d " * 1000), "alice")) for _ in range(3)]
+    await asyncio.sleep(0)
+    serving.cancel()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [str(outcome) for outcome in outcomes] == ["the router is stopping"] * 3
