@@ -17,7 +17,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 
 class AnswerForm(NamedTuple):
-    """What the text of an answer to a conversation may hold."""
+    """Content that the text of an answer may have besides the answer itself."""
 
     thinking: Thinking
     tool_names: list[str] | None

@@ -35,7 +35,7 @@ class Job(Tagged, frozen=True, kw_only=True):
 
 
 class ResponseOptions(Tagged, frozen=True, kw_only=True):
-    """What a response includes besides the answer."""
+    """Options of a response, which do not concern the replicas."""
 
     include_usage: bool = False
     continuous_usage: bool = False
