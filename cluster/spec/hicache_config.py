@@ -42,7 +42,8 @@ class StorageConfig(Node):
     """Storage backend: `none`, `files` in a folder, or `mooncake_store`, a Mooncake Store cluster, to which workers
     contribute no memory."""
     folder: Text | None = None
-    """Folder for `files`; hosts may share it. By default, a folder in Baton's cache folder."""
+    """Folder for `files`, by default in Baton's cache folder; hosts may share it. It is private to its account and
+    contains the key that authenticates pages. For `mooncake_store`, the folder of this key, by default none."""
     max_gib: MemoryGib = 64.0
     """Soft limit on the size of the `files` backend's folder, in GiB, over all writers: the least recently used pages
     are removed, and writers may briefly exceed the limit."""

@@ -60,7 +60,7 @@ class HangingStorage(FileStorage):
     """Storage whose reads hang while a file named HANGS exists."""
 
     def read(self, objects: Sequence[StorageObject]) -> list[Read]:
-        while (self._folder / HANGS).exists():
+        while (self._folder.path / HANGS).exists():
             time.sleep(0.01)
         return super().read(objects)
 

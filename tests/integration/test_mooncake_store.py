@@ -56,6 +56,9 @@ def test_objects_are_complete_and_correct_or_absent(master: str) -> None:
     pages = [page_of(number) for number in range(3)]
     store = RankStore(one, records_of(sizes())[0])
     assert store.write(pages) == RankStore(other, records_of(sizes())[0]).read(pages) == [True] * 3
+    keyed = RankStore(MooncakeStorage("127.0.0.1", master, key=b"k" * 32), records_of(sizes())[0])
+    assert keyed.read(pages) == [False] * 3, "names depend on the key"
+    keyed.store.close()
     one.delete("n/a")
     one.delete("n/a")
     assert not read_one(other, "n/a", buffers)
@@ -132,9 +135,9 @@ def test_a_silent_master_delays_no_call_for_long_and_is_used_once_it_responds() 
         storage.close()
 
 
-def test_a_prompt_is_loaded_from_the_store(master: str, models: Models, engine: LocalEngine) -> None:
+def test_a_prompt_is_loaded_from_the_store(master: str, models: Models, engine: LocalEngine, tmp_path: Path) -> None:
     folder = models.folder("llama")
-    storage = {"backend": "mooncake_store", "master": master, "prefetch": "wait_complete"}
+    storage = {"backend": "mooncake_store", "master": master, "folder": str(tmp_path), "prefetch": "wait_complete"}
     config = DeployConfig.model_validate(
         {
             "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.01},
@@ -145,3 +148,4 @@ def test_a_prompt_is_loaded_from_the_store(master: str, models: Models, engine: 
     with engine.running(folder, config) as cluster:
         oracle = models.oracle(folder, NUM_TOKENS)
         ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
+    assert [path.name for path in tmp_path.iterdir()] == [".key"]

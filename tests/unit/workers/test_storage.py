@@ -2,10 +2,13 @@
 
 import errno
 import hashlib
+import hmac
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -59,7 +62,26 @@ def put_folder(path: Path) -> None:
     (path / "file").touch()
 
 
-@pytest.mark.parametrize("put", [put_link, os.mkfifo, put_folder], ids=["link", "pipe", "folder"])
+def put_socket(path: Path) -> None:
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+def put_second_name(path: Path) -> None:
+    path.hardlink_to(path.parent / "target")
+
+
+def put_file_of_another_account(path: Path) -> None:
+    shutil.copy(path.parent / "target", path)
+    try:
+        os.chown(path, 12345, -1)
+    except PermissionError:
+        pytest.skip("only root can give a file away")
+
+
+FOREIGN = [put_link, os.mkfifo, put_folder, put_socket, put_file_of_another_account]
+
+
+@pytest.mark.parametrize("put", [*FOREIGN, put_second_name])
 @pytest.mark.parametrize("is_read_first", [True, False])
 def test_invalid_files_are_replaced_by_objects(
     tmp_path: Path, put: Callable[[Path], None], *, is_read_first: bool
@@ -77,7 +99,8 @@ def test_invalid_files_are_replaced_by_objects(
         assert store.failures["corrupt"] == 1
     assert sorted(store.look_up(PAGES[:2])) in ([False, False], [False, True])
     assert store.write(PAGES[:2]) == store.read(PAGES[:2]) == [True, True]
-    assert (path.is_symlink(), target.stat().st_mtime, target.read_bytes()) == (False, 5.0, path.read_bytes())
+    assert (path.lstat().st_mode, path.lstat().st_nlink, path.lstat().st_uid) == (0o100600, 1, os.geteuid())
+    assert (target.stat().st_mtime, target.read_bytes()) == (5.0, path.read_bytes())
     assert len(list(path.parent.glob(".displaced-*/file"))) == (put is put_folder)
 
 
@@ -192,14 +215,87 @@ def test_a_full_disk_fails_writes_until_a_sweep_frees_space(tmp_path: Path, monk
     assert store.read(deep) == [True, True, False, True]
 
 
-def test_objects_are_private(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_new", [True, False])
+def test_files_and_folders_are_private(tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_new: bool) -> None:
     folder = tmp_path / "a" / "kv"
-    backend = files(folder)
-    write_one(backend, "n/aa", [memoryview(b"1")])
-    backend.sweeper.sweep()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    for path in folder.rglob("*"):
-        assert path.is_dir() or stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    umask = os.umask(0)
+    try:
+        if not is_new:
+            folder.mkdir(parents=True)
+        backend = files(folder)
+        write_one(backend, "n/aa", [memoryview(b"1")])
+        backend.sweeper.sweep()
+    finally:
+        os.umask(umask)
+    assert ("gets mode 0700" in caplog.text) is not is_new
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*")) if path.is_dir()}
+    assert modes == {0o700}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()} == {0o600}
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(UserError, match=r"belongs to others too \(account \d+, mode 1777\); allowed: a folder of this"):
+        files(tmp_path)
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with monkeypatch.context() as denied:
+        denied.setattr("tempfile.TemporaryFile", lambda **_: os.open(tmp_path / "none", os.O_RDONLY))
+        with pytest.raises(UserError, match="belongs to others too"):
+            files(tmp_path)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+    with monkeypatch.context() as ignored:
+        ignored.setattr(Path, "chmod", lambda *_: None)
+        with pytest.raises(UserError, match="cannot be private: its file system ignores modes"):
+            files(tmp_path)
+    # Files that this process creates belong to the folder's account, as on NFS that maps accounts.
+    write_one(files(tmp_path), "n/aa", [memoryview(b"1")])
+    assert files(tmp_path).present({"n/aa": 0}) == ["n/aa"]
+
+
+def test_names_and_contents_depend_on_the_folders_key(tmp_path: Path) -> None:
+    folders, page = [tmp_path / "one", tmp_path / "other"], PAGES[0]
+    for folder in folders:
+        assert RankStore(files(folder), records_of(sizes())[0]).write([page]) == [True]
+    (mine,), (forged,) = map(objects, folders)
+    assert mine.name != forged.name
+    assert page.key.hex() not in f"{mine}{forged}"
+    right, zeros = mine.read_bytes(), bytes(mine.stat().st_size - HEADER_BYTES)
+    name = f"{mine.parent.parent.name}/{mine.name}\0".encode()
+    store = RankStore(files(folders[0]), records_of(sizes())[0])
+    for content in (forged.read_bytes(), hmac.digest(bytes(32), name + zeros, "sha256") + zeros):
+        mine.write_bytes(content)
+        assert store.look_up([page]) == [True]
+        assert store.read([page]) == [False]
+        assert not mine.exists()
+    assert store.failures["corrupt"] == 2
+    assert store.write([page]) == store.read([page]) == [True]
+    assert mine.read_bytes() == right
+
+
+def put_short_key(path: Path) -> None:
+    path.write_bytes(b"short")
+    path.chmod(0o600)
+
+
+def put_readable_key(path: Path) -> None:
+    path.write_bytes(b"k" * 32)
+    path.chmod(0o644)
+
+
+@pytest.mark.parametrize("put", [None, put_short_key, put_readable_key, *FOREIGN])
+def test_processes_agree_on_a_key(tmp_path: Path, put: Callable[[Path], None] | None) -> None:
+    target, key = tmp_path / "target", tmp_path / ".key"
+    target.write_bytes(b"t" * 32)
+    if put is None:
+        with ThreadPoolExecutor(8) as threads:
+            keys = {storage.key for storage in threads.map(files, [tmp_path] * 32)}
+    else:
+        put(key)
+        keys = {files(tmp_path).key for _ in range(2)}
+    assert (keys, len(key.read_bytes())) == ({key.read_bytes()}, 32)
+    assert (target.read_bytes(), key.stat().st_uid) == (b"t" * 32, os.geteuid())
+    assert {path.name for path in tmp_path.iterdir() if "displaced" not in path.name} == {"target", ".key"}
 
 
 def test_a_folder_that_is_read_only_serves_reads(
@@ -213,7 +309,7 @@ def test_a_folder_that_is_read_only_serves_reads(
             raise OSError(errno.EROFS, "Read-only file system")
         return real(path, flags, mode)
 
-    def utime(path: object, times: object) -> None:
+    def utime(path: object, times: object, **_: object) -> None:
         raise OSError(errno.EROFS, f"{path} is not set to {times}")
 
     monkeypatch.setattr(os, "open", open_)
@@ -226,8 +322,8 @@ def test_a_folder_that_is_read_only_serves_reads(
     assert read_one(backend, "n/1", [memoryview(bytearray(1))]) is True
     with pytest.raises(StorageError, match="n/2 cannot be written: Read-only file system"):
         write_one(backend, "n/2", [memoryview(b"2")])
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(StorageError, match="cannot be used"):
+    (tmp_path / ".key").unlink()
+    with pytest.raises(StorageError, match="cannot be used: Read-only file system"):
         files(tmp_path)
 
 

@@ -12,7 +12,7 @@ from tests.fakes.page_stores import read_one
 from workers.hicache.storage import sweeper
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import StorageObject, Written
-from workers.hicache.storage.sweeper import LOCK, UNFINISHED
+from workers.hicache.storage.sweeper import UNFINISHED
 
 SIZE = 100
 LIMIT = 10 * SIZE
@@ -27,7 +27,7 @@ def write(storage: FileStorage, *names: object) -> list[Written]:
 
 
 def names_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
+    return {path.name for path in folder.rglob("*") if path.is_file() and path.name != ".key"}
 
 
 def age(folder: Path, name: str, age_s: float) -> None:
@@ -104,11 +104,34 @@ def test_unfinished_files_count_until_they_are_old(tmp_path: Path, monkeypatch: 
     assert names_in(tmp_path) == {"aa"}
 
 
+def test_foreign_files_neither_stop_sweeps_nor_evict_objects(tmp_path: Path) -> None:
+    storage, elsewhere = files(tmp_path / "kv"), tmp_path / "elsewhere" / "ab"
+    write(storage, *range(12))
+    folder = tmp_path / "kv" / "n" / "0"
+    (folder / f"{UNFINISHED}folder").mkdir()
+    (folder / "0-link").symlink_to(folder / "0")
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "ab").write_bytes(bytes(LIMIT))
+    (tmp_path / "kv" / "link").symlink_to(elsewhere.parent)
+    (tmp_path / "kv" / "n" / "ab").symlink_to(elsewhere)
+    for name in ("0-huge", f"{UNFINISHED}huge"):
+        (folder / name).touch()
+        os.truncate(folder / name, 1 << 40)
+    (tmp_path / "kv" / ".key").unlink()
+    (tmp_path / "kv" / ".key").symlink_to(elsewhere / "ab")
+    storage.sweeper.sweep()
+    left = names_in(tmp_path / "kv")
+    assert not {name for name in left if "huge" in name}
+    assert len(left & {*map(str, range(12))}) == 9
+    assert storage.figures().used_bytes == 9 * SIZE
+    assert (elsewhere / "ab").read_bytes() == bytes(LIMIT)
+
+
 def test_one_process_sweeps_at_a_time(tmp_path: Path) -> None:
     storage = files(tmp_path)
     write(storage, *range(12))
     thread = threading.Thread(target=storage.sweeper.sweep)
-    with (tmp_path / LOCK).open("a") as lock:
+    with (tmp_path / ".key").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         thread.start()
         assert write(storage, 12) == [None], "a writer waits for nobody"

@@ -44,6 +44,11 @@ class StorageBackend(Protocol):
     does not respond.
     """
 
+    @property
+    def key(self) -> bytes:
+        """Secret that authenticates names and contents, the same for all processes. Empty if there is none."""
+        ...
+
     def present(self, depths: Mapping[str, int]) -> list[str]:
         """Return the names of objects that exist. Mark these objects as used if storage evicts by last use.
 

@@ -26,15 +26,16 @@ _NONSENSE = bytes(64)
 class MooncakeStorage:
     """Storage backend that keeps objects in a Mooncake Store cluster."""
 
-    def __init__(self, host: str, master: str, lent_bytes: int = 0) -> None:
+    def __init__(self, host: str, master: str, lent_bytes: int = 0, key: bytes = b"") -> None:
         """Join the cluster, and lend it memory of this process.
 
-        Workers lend none, because that memory would be lost with them.
+        Workers lend none, because that memory would be lost with them. All clients that share pages have the same key.
 
         Raises:
             StorageError: no master is available now.
         """
         _reach(master)
+        self.key = key
         self._client = MooncakeDistributedStore()
         status = self._client.setup(host, "P2PHANDSHAKE", lent_bytes, STORE_CLIENT_BYTES, "tcp", "", master)
         if status != 0:

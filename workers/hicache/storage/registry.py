@@ -13,6 +13,7 @@ from cluster.spec.hicache_config import StorageBackendName, StorageConfig
 from cluster.spec.tiers import StorageFigures
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import Read, StorageBackend, StorageError, StorageObject, Written
+from workers.hicache.storage.private_folder import PrivateFolder
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +54,10 @@ class OpeningStorage:
             raise error
         if error is not None:
             _log.warning("starting without storage: %s", error)
+
+    @property
+    def key(self) -> bytes:
+        return self._opened().key
 
     def present(self, depths: Mapping[str, int]) -> list[str]:
         return self._opened().present(depths)
@@ -106,8 +111,7 @@ def _close(attempt: Future[StorageBackend]) -> None:
 
 
 def _files(config: StorageConfig, host: str) -> StorageBackend:  # noqa: ARG001 - a folder has no address
-    folder = Path(config.folder).expanduser() if config.folder else CACHE_DIR.get() / "hicache"
-    storage = FileStorage(folder, int(config.max_gib * (1 << 30)))
+    storage = FileStorage(_folder(config) or CACHE_DIR.get() / "hicache", int(config.max_gib * (1 << 30)))
     storage.start_sweeper()
     return storage
 
@@ -120,7 +124,12 @@ def _mooncake_store(config: StorageConfig, host: str) -> StorageBackend:
             f"hicache.storage.backend: mooncake_store cannot be loaded ({error}); it needs the Python package "
             "mooncake-transfer-engine-non-cuda and the Debian packages libibverbs1 librdmacm1 libnuma1"
         ) from error
-    return MooncakeStorage(host, config.master)
+    folder = _folder(config)
+    return MooncakeStorage(host, config.master, key=PrivateFolder(folder).key if folder else b"")
+
+
+def _folder(config: StorageConfig) -> Path | None:
+    return Path(config.folder).expanduser() if config.folder else None
 
 
 MAKERS: dict[StorageBackendName, Callable[[StorageConfig, str], StorageBackend]] = {

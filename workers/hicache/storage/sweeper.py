@@ -6,13 +6,15 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from workers.hicache.storage.private_folder import PrivateFolder
 
 _log = logging.getLogger(__name__)
 
 UNFINISHED = ".unfinished-"
 """Prefix of files that are being written."""
-LOCK = ".lock"
 _KEEP = 0.9
 """Fraction of the limit that a sweep leaves in use."""
 _BETWEEN_SWEEPS = 64
@@ -29,11 +31,11 @@ _Object = tuple[float, int, Path]
 class Sweeper:
     """Sweeper that removes the least recently used objects until the folder is below its limit.
 
-    Each writing process has a sweeper. A lock file ensures that only one sweeps at a time. Writers never wait for it,
+    Each writing process has a sweeper. A lock ensures that only one sweeps at a time. Writers never wait for it,
     so the folder may briefly exceed its limit. Other files in the folder are neither counted nor removed.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: PrivateFolder, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -77,14 +79,14 @@ class Sweeper:
     def sweep(self) -> None:
         """Remove objects until the folder is below its limit. Wait while another process sweeps."""
         try:
-            lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+            lock = self._folder.open_key(os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._sweep()
             finally:
                 os.close(lock)
         except OSError as error:
-            _log.warning("cannot sweep %s: %s", self._folder, error.strerror)
+            _log.warning("cannot sweep %s: %s", self._folder.path, error.strerror)
 
     def _sweep(self) -> None:
         self._due.clear()
@@ -101,23 +103,31 @@ class Sweeper:
     def _list(self) -> tuple[list[_Object], int]:
         """List all objects, and sum their bytes and the bytes of unfinished files. Remove files of killed writers.
 
-        Objects are in ``namespace/aa/`` under names that start with ``aa``.
+        Whatever alone exceeds the limit was not written as an object. It goes first, or its size would evict the rest.
         """
         objects, total_bytes = list[_Object](), 0
         abandoned_s = time.time() - _ABANDONED_S
-        for path in self._folder.glob("*/*/*"):
-            if not path.name.startswith((path.parent.name, UNFINISHED)):
-                continue
-            with contextlib.suppress(FileNotFoundError):  # removed in the meantime
-                stat = path.lstat()
+        for entry in self._files():
+            with contextlib.suppress(OSError):  # removed in the meantime
+                path, info = Path(entry.path), entry.stat(follow_symlinks=False)
+                if not self._folder.owns(info):
+                    continue
+                is_excessive, is_unfinished = info.st_size > self._max_bytes, entry.name.startswith(UNFINISHED)
                 # The modification time is the time of use. Only the change time shows when a file was last written.
-                if path.name.startswith(UNFINISHED) and stat.st_ctime < abandoned_s:
+                if is_unfinished and (is_excessive or info.st_ctime < abandoned_s):
                     path.unlink()
                     continue
-                total_bytes += stat.st_size
-                if not path.name.startswith(UNFINISHED):
-                    objects.append((stat.st_mtime, stat.st_size, path))
+                total_bytes += info.st_size
+                if not is_unfinished:
+                    objects.append((0.0 if is_excessive else info.st_mtime, info.st_size, path))
         return objects, total_bytes
+
+    def _files(self) -> Iterator[os.DirEntry[str]]:
+        """Yield objects and unfinished files. Objects are in ``namespace/aa/`` under names that start with ``aa``."""
+        for namespace in _subfolders(self._folder.path):
+            for folder in _subfolders(namespace.path):
+                names = (folder.name, UNFINISHED)
+                yield from (entry for entry in _entries(folder.path) if entry.name.startswith(names))
 
     def _evict(self, objects: list[_Object], num_bytes: int) -> int:
         """Remove the least recently used objects until ``num_bytes`` are freed; return the bytes freed."""
@@ -131,3 +141,14 @@ class Sweeper:
                 self.num_evicted += 1
         self.evicted_bytes += evicted_bytes
         return evicted_bytes
+
+
+def _subfolders(folder: Path | str) -> list[os.DirEntry[str]]:
+    return [entry for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
+
+
+def _entries(folder: Path | str) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder; none if it was removed in the meantime, or is not readable."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return list(entries)
+    return []
