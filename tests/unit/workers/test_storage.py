@@ -391,6 +391,21 @@ def test_weights_are_read_again_only_when_they_have_changed(tmp_path: Path, monk
     assert weights_digest(folder, no_folder) == digest_of(tmp_path, folder)
 
 
+@pytest.mark.parametrize("put", [put_link, os.mkfifo])
+def test_noted_digests_are_not_read_or_written_through_links_and_pipes(
+    tmp_path: Path, put: Callable[[Path], None]
+) -> None:
+    folder = weights_folder(tmp_path / "a", q=np.zeros(9, np.float32))
+    digest = digest_of(tmp_path, folder)
+    paths = list((tmp_path / "known").iterdir())
+    for path in paths:
+        path.unlink()
+        put(path)
+    assert digest_of(tmp_path, folder) == digest
+    assert {path.name for path in (tmp_path / "known").iterdir()} == {path.name for path in paths}
+    assert sorted(path.is_file() for path in paths) == [False, True], "the digest is noted again"
+
+
 def test_a_downloaded_file_is_identified_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = weights_folder(tmp_path / "a", q=np.zeros(9, np.float32))
     read = digest_of(tmp_path, folder)

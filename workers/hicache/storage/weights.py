@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from workers.hicache.storage.private_folder import open_at_once
+
 _NOT_WEIGHTS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """Keys of config.json that do not affect KV or are compared elsewhere."""
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -39,13 +41,15 @@ def _sha256(path: Path, known: Path) -> str:
     stat = real.stat()
     facts = (str(real), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     note = known / hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-    with contextlib.suppress(OSError):
-        if _SHA256.fullmatch(noted := note.read_text()):
+    with contextlib.suppress(OSError), open(note, opener=open_at_once) as file:
+        if _SHA256.fullmatch(noted := file.read()):
             return noted
-    with real.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    with real.open("rb") as weights:
+        found = hashlib.file_digest(weights, "sha256").hexdigest()
     with contextlib.suppress(OSError):
-        note.write_text(found)
+        note.unlink(missing_ok=True)
+        with open(note, "x", opener=open_at_once) as file:
+            file.write(found)
     return found
 
 
@@ -55,6 +59,6 @@ def _locked(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((folder / ".lock").open("a"))
+            lock = stack.enter_context(open(folder / ".lock", "a", opener=open_at_once))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
