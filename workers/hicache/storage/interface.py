@@ -7,6 +7,9 @@ from typing import Protocol
 from cluster.spec.errors import BatonError
 from cluster.spec.tiers import StorageFigures
 
+NO_KEY = bytes(32)
+"""Key of storage whose contents are checked for accidents only."""
+
 
 class StorageError(BatonError):
     """Storage error that might not recur when the operation is retried."""
@@ -46,7 +49,7 @@ class StorageBackend(Protocol):
 
     @property
     def key(self) -> bytes:
-        """Secret that authenticates names and contents, the same for all processes. Empty if there is none."""
+        """Secret of 32 bytes that authenticates names and contents, the same for all processes; ``NO_KEY`` if none."""
         ...
 
     def present(self, depths: Mapping[str, int]) -> list[str]:

@@ -14,7 +14,7 @@ os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
 from mooncake.store import MooncakeDistributedStore
 
 from cluster.spec.hicache_config import STORE_CLIENT_BYTES
-from workers.hicache.storage.interface import CorruptObjectError, Read, StorageError, StorageObject, Written
+from workers.hicache.storage.interface import NO_KEY, CorruptObjectError, Read, StorageError, StorageObject, Written
 
 _MISSING = -704
 """Status returned for removing an object that does not exist."""
@@ -26,7 +26,7 @@ _NONSENSE = bytes(64)
 class MooncakeStorage:
     """Storage backend that keeps objects in a Mooncake Store cluster."""
 
-    def __init__(self, host: str, master: str, lent_bytes: int = 0, key: bytes = b"") -> None:
+    def __init__(self, host: str, master: str, lent_bytes: int = 0, key: bytes = NO_KEY) -> None:
         """Join the cluster, and lend it memory of this process.
 
         Workers lend none, because that memory would be lost with them. All clients that share pages have the same key.

@@ -12,7 +12,7 @@ from cluster.spec.errors import UserError
 from cluster.spec.hicache_config import StorageBackendName, StorageConfig
 from cluster.spec.tiers import StorageFigures
 from workers.hicache.storage.files import FileStorage
-from workers.hicache.storage.interface import Read, StorageBackend, StorageError, StorageObject, Written
+from workers.hicache.storage.interface import NO_KEY, Read, StorageBackend, StorageError, StorageObject, Written
 from workers.hicache.storage.private_folder import PrivateFolder
 
 _log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def _mooncake_store(config: StorageConfig, host: str) -> StorageBackend:
             "mooncake-transfer-engine-non-cuda and the Debian packages libibverbs1 librdmacm1 libnuma1"
         ) from error
     folder = _folder(config)
-    return MooncakeStorage(host, config.master, key=PrivateFolder(folder).key if folder else b"")
+    return MooncakeStorage(host, config.master, key=PrivateFolder(folder).key if folder else NO_KEY)
 
 
 def _folder(config: StorageConfig) -> Path | None:
