@@ -57,6 +57,8 @@ class Answer:
         self._leave = leave
         self.submits: dict[ChoiceId, Submit] = {}
         """Message that started each choice's current attempt."""
+        self.is_left = False
+        """True once nobody reads the answer any more."""
         self.queue_s = 0.0
         """Time spent waiting for capacity at replicas."""
         self.opened_s = 0.0
@@ -178,6 +180,7 @@ class Answer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.is_left = True
         self._leave(self.choice_ids)
 
 

@@ -46,6 +46,8 @@ from router.request import (
 from router.request_trace import RequestTraces
 
 _log = logging.getLogger(__name__)
+_MOST_AT_ONCE = 64
+"""Maximum number of requests that are sent without a break, which takes up to ten milliseconds."""
 _FORGET_AFTER_S = 1.0
 """Time to send the last Cancels to a lost replica before its connection is closed."""
 
@@ -111,16 +113,28 @@ class Relay:
         answer.opened_s = now_s
         self._num_answers += 1
         self._idle.clear()
-        deadline_s = now_s + self._request_timeout_s
-        first: ChoiceId | None = None
-        for index, request in enumerate(requests):
-            is_sharing = request.shares_prompt
-            choice_id, actions = self._requests.open(request, deadline_s, now_s, first if is_sharing else None)
-            first = first if is_sharing else choice_id
+        self._open_some(answer, 0, None)
+        return answer
+
+    def _open_some(self, answer: Answer, begin: int, first: ChoiceId | None) -> None:
+        """Send some requests of an answer, and the next ones after other clients' events.
+
+        Args:
+            begin: index of the next request.
+            first: first choice of the last prompt that was sent.
+        """
+        if answer.is_left:
+            return
+        end, deadline_s = begin + _MOST_AT_ONCE, answer.opened_s + self._request_timeout_s
+        for index, request in enumerate(answer.requests[begin:end], begin):
+            shared = first if request.shares_prompt else None
+            choice_id, actions = self._requests.open(request, deadline_s, self._clock.now_s(), shared)
+            first = choice_id if shared is None else first
             self._choices[choice_id] = OpenChoice(answer, index, self._metrics)
             self._perform(actions)
         self._wake_at(deadline_s)
-        return answer
+        if end < len(answer.requests):
+            asyncio.get_running_loop().call_soon(self._open_some, answer, end, first)
 
     async def receive(self, inbox: AsyncInbox) -> None:
         while True:
