@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -22,6 +24,8 @@ LOAD_EVERY_S = 0.05
 """Interval between load samples for heartbeats while there is work."""
 IDLE_WAIT_S = 1.0
 """Maximum sleep of an idle loop, and therefore the maximum delay in handling a deadline."""
+COMPILING_WAIT_S = 0.005
+"""Maximum sleep of an idle loop while a grammar is being compiled."""
 
 
 class LocalLink:
@@ -53,9 +57,13 @@ class LocalLink:
         self._meter = StepMeter()
         self._reports = step_reports(spec, rank)
         self._load_due_s = 0.0
+        self._compiling: list[tuple[Future[Any], Submit]] = []
+        """Requests whose grammar is still being compiled."""
 
     def idle_wait_s(self) -> float:
         """Return the maximum wait for messages while no step is under way."""
+        if self._compiling:
+            return COMPILING_WAIT_S
         if self._leader.has_work():
             return 0.0
         deadline_s = self._leader.next_deadline_s()
@@ -64,12 +72,15 @@ class LocalLink:
     def on_message(self, message: Message) -> None:
         """Handle a message that is not for the rank itself."""
         if isinstance(message, Submit) and message.sampling.grammar and self._rank.grammars is not None:
-            # Compiling a grammar takes a long time and can be done while the request waits.
-            self._rank.grammars.prepare(message.sampling.grammar)
+            compiled = self._rank.grammars.prepare(message.sampling.grammar)
+            if not compiled.done():  # otherwise a step, and all of its requests, would wait for the grammar
+                self._compiling.append((compiled, message))
+                return
         self._leader.on_message(message, self._clock.now_s())
 
     def next_plans(self) -> Sequence[StepPlan]:
         """Return the plans of the steps to start, once all messages have been handled."""
+        self._pass_on_compiled()
         self._leader.tick(self._clock.now_s())
         plans = self._leader.next_plans()
         # First tokens, tickets and tier jobs must not wait for the step.
@@ -99,6 +110,12 @@ class LocalLink:
                 self.hurry()  # routers keep sending requests until they get the heartbeat
             self._load_due_s = self._clock.now_s() + LOAD_EVERY_S
         self._send_outgoing()
+
+    def _pass_on_compiled(self) -> None:
+        for compiled, submit in list(self._compiling):
+            if compiled.done():
+                self._compiling.remove((compiled, submit))
+                self._leader.on_message(submit, self._clock.now_s())
 
     def _full_load(self) -> ReplicaLoad:
         """Return the leader's load with this process's counters."""

@@ -1,6 +1,7 @@
 """Follower with an asynchronous device. Tests decide when its steps end."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -8,13 +9,17 @@ from unittest.mock import patch
 
 import pytest
 
-from cluster.spec.messages import Message
+from cluster.spec.ids import Room
+from cluster.spec.messages import Message, Submit
+from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.step_messages import Shutdown, StepPlan, StepShape
 from cluster.spec.tiers import TierJob, TierJobKind
+from cluster.spec.wire import TokenIds
+from tests.fakes.bootstrap import peer_of
 from workers import worker as worker_module
 from workers.engine.batch import BegunStep, SampledTokens
 from workers.loop import leader_link
-from workers.loop.leader_link import RemoteLink
+from workers.loop.leader_link import LocalLink, RemoteLink
 from workers.loop.rank_steps import PATIENCE_S, RankSteps
 from workers.loop.watch import Heartbeat
 from workers.worker import Worker
@@ -115,3 +120,44 @@ def test_a_tier_job_follows_the_steps_before_it() -> None:
 
     calls = Rank(inbox()).follow()
     assert calls.index(("begin", 1)) < calls.index(("job", 7)) < calls.index(("begin", 2))
+
+
+def test_a_request_waits_for_its_grammar_outside_the_scheduler() -> None:
+    compiled, passed = Future[None](), list[Room]()
+    leader: Any = SimpleNamespace(
+        num_ahead=0,
+        must_end="",
+        has_work=lambda: False,
+        tick=lambda _: None,
+        next_plans=lambda: (),
+        next_deadline_s=lambda: None,
+        take_outgoing=lambda: [],
+        on_message=lambda message, _: passed.append(message.room),
+    )
+    spec: Any = SimpleNamespace(coords=SimpleNamespace(dp=0), sizes=SimpleNamespace(dp=1))
+    rank: Any = SimpleNamespace(grammars=SimpleNamespace(prepare=lambda _: compiled))
+    clock: Any = SimpleNamespace(now_s=lambda: 0.0)
+    nobody: Any = None
+    with patch.object(leader_link, "step_reports", lambda *_: nobody):
+        link = LocalLink(leader, spec, rank, [], nobody, nobody, nobody, clock)
+    link.on_message(submit_of(1, Sampling(grammar="slow")))
+    link.on_message(submit_of(2, Sampling()))
+    link.next_plans()
+    assert (passed, link.idle_wait_s()) == ([2], leader_link.COMPILING_WAIT_S)
+    compiled.set_result(None)
+    link.next_plans()
+    assert (passed, link.idle_wait_s()) == ([2, 1], leader_link.IDLE_WAIT_S)
+
+
+def submit_of(room: int, sampling: Sampling) -> Submit:
+    peer = peer_of("decode-0")
+    stopping = Stopping(max_tokens=1)
+    return Submit(
+        room=Room(room),
+        prompt_ids=TokenIds.of([1]),
+        sampling=sampling,
+        stopping=stopping,
+        prefill=None,
+        decode=peer,
+        router=peer,
+    )
