@@ -1,7 +1,7 @@
 """Parameters and state of one request in the router, and the actions that the request table returns."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import NewType
 
@@ -232,6 +232,22 @@ class OutputBatch(msgspec.Struct, kw_only=True):
     """Cached prompt tokens; set with the first tokens."""
     phases: PhaseTimes | None = None
     """Time of each phase up to the first tokens; set when they arrive."""
+
+    def parts(self, most: int) -> Iterator["OutputBatch"]:
+        """Yield the batch in parts of at most ``most`` tokens."""
+        num = len(self.token_ids)
+        if num <= most:
+            yield self
+            return
+        for begin in range(0, num, most):
+            end = begin + most
+            yield OutputBatch(
+                choice_id=self.choice_id,
+                token_ids=self.token_ids[begin:end],
+                finish=self.finish if end >= num else None,
+                logprobs=self.logprobs[begin:end],
+                prompt_logprobs=self.prompt_logprobs if begin == 0 else [],
+            )
 
     def append(self, later: "OutputBatch") -> None:
         self.token_ids += later.token_ids

@@ -135,6 +135,11 @@ class AnswerText:
         self._unfinished_from = 0
         """Length of the text before an incomplete character."""
 
+    @property
+    def is_stopped(self) -> bool:
+        """True once a stop string has ended the text."""
+        return self._scanner.hit is not None
+
     def push(
         self, token_ids: Sequence[int], finish: FinishReason | None, logprobs: Sequence[TokenLogprobs] = ()
     ) -> list[OutputChunk]:

@@ -26,12 +26,15 @@ from router.preprocess.job import ChatOptions, CompletionOptions, Preprocessed, 
 from router.preprocess.requests import ChatRequest, CompletionRequest
 from router.preprocess.response_request import ResponseRequest
 from router.records import TRACEPARENT, log_request
-from router.request import GenerateRequest
+from router.request import GenerateRequest, OutputBatch
 from router.service import Service
 from router.text import AnswerText, OutputChunk
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
+_MOST_AT_ONCE = 128
+"""Number of tokens that are written without a break, in a few milliseconds."""
 
 
 def routes(service: Service) -> APIRouter:
@@ -165,26 +168,39 @@ class AnswerReader:
         rules = [request.text_rules for request in answer.requests]
         self._texts = [AnswerText(tokenizer, rule, index) for index, rule in enumerate(rules)]
 
-    async def receive(self) -> list[OutputChunk] | None:
-        """Wait for tokens; return one chunk for each that has arrived, or None once every choice has finished."""
-        if not (batches := await self._answer.receive()):
-            return None
-        waiting: list[OutputChunk] = []
-        for index, batch in batches:
-            chunks = self._texts[index].push(batch.token_ids, batch.finish, batch.logprobs)
-            if batch.prompt_logprobs and chunks:
-                chunks[0].prompt_logprobs = batch.prompt_logprobs
-            waiting += chunks
-            if batch.finish is None and chunks and chunks[-1].finish is not None:
-                self._answer.stop_early(index)
-        return waiting
+    async def chunks(self) -> AsyncGenerator[list[OutputChunk], None]:
+        """Yield one chunk for each token until every choice has finished, with breaks for other clients."""
+        while batches := await self._answer.receive():
+            chunks: list[OutputChunk] = []
+            for index, batch in batches:
+                for part in batch.parts(_MOST_AT_ONCE):
+                    chunks += self._push(index, part, is_finished=batch.finish is not None)
+                    if len(chunks) >= _MOST_AT_ONCE:
+                        yield chunks
+                        chunks = []
+                        await asyncio.sleep(0)
+            if chunks:
+                yield chunks
+
+    def _push(self, index: int, batch: OutputBatch, *, is_finished: bool) -> list[OutputChunk]:
+        """Return a choice's next chunks; ``is_finished`` if replicas have finished the choice."""
+        text = self._texts[index]
+        if text.is_stopped:
+            return []
+        chunks = text.push(batch.token_ids, batch.finish, batch.logprobs)
+        if batch.prompt_logprobs and chunks:
+            chunks[0].prompt_logprobs = batch.prompt_logprobs
+        if text.is_stopped and not is_finished:
+            self._answer.stop_early(index)
+        return chunks
 
 
 async def _whole(tokenizer: Tokenizer, opening: AbstractAsyncContextManager[Answer], writer: Writer) -> Response:
     async with opening as answer:
         reader, parts = AnswerReader(tokenizer, answer), [list[OutputChunk]() for _ in answer.requests]
-        while (chunks := await reader.receive()) is not None:
+        async for chunks in reader.chunks():
             for chunk in chunks:
+                await writer.prepare(chunk)
                 parts[chunk.index].append(chunk)
         usage = _usage(answer, sum(len(chunk.token_ids) for part in parts for chunk in part))
         headers = answer.headers
@@ -199,14 +215,14 @@ async def _frames(
     Tokens that arrive together are written together.
     """
     reader, num_tokens = AnswerReader(tokenizer, answer), 0
-    while (chunks := await reader.receive()) is not None:
+    async for chunks in reader.chunks():
         events = []
         for chunk in chunks:
+            await writer.prepare(chunk)
             num_tokens += len(chunk.token_ids)
             usage = _usage(answer, num_tokens) if with_usage else None
             events.append(writer.chunk(chunk, usage))
-        if events:
-            yield b"".join(events)
+        yield b"".join(events)
     yield writer.closing(_usage(answer, num_tokens))
 
 

@@ -282,6 +282,9 @@ class ResponseWriter:
         self._num_tokens = 0
         self._created = _created(request_id, model, options)
 
+    async def prepare(self, chunk: OutputChunk) -> None:
+        """Do nothing, because nothing of the prompt is shown."""
+
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         del usage  # sent in the last event
         kinds = () if self._num_tokens else ("response.created", "response.in_progress")

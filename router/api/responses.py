@@ -3,6 +3,7 @@
 They are msgspec structs because a stream encodes one per token.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,8 @@ from router.text import AnswerText, OutputChunk, TextRules, join, token_bytes, t
 
 _LEAST = -9999.0
 """Substitute for minus infinity, which JSON cannot represent."""
+_MOST_AT_ONCE = 128
+"""Number of prompt tokens that are written without a break, in a few milliseconds."""
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -35,7 +38,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of a choice of ``/v1/completions``: lists with one entry per token."""
 
-    text_offset: tuple[int, ...]
+    text_offset: list[int]
     token_logprobs: list[float | None]
     """Log-probability of each token; None for the first token of a prompt."""
     tokens: list[str]
@@ -177,8 +180,9 @@ class ShownPrompt:
     token_ids: Sequence[int]
     echo: str | None = None
     skip_special_tokens: bool = True
-    logprobs: Sequence[TokenLogprobs] = ()
-    """One entry for every prompt token but the first, if requested; known with the first token of the answer."""
+    echo_logprobs: CompletionLogprobs | None = None
+    """Log-probabilities that precede the answer's. Like the next field, known with the first token of the answer."""
+    logprobs: PromptLogprobs | None = None
 
 
 def completion_logprobs(tokenizer: Tokenizer, chunk: OutputChunk, num_chars: int = 0) -> CompletionLogprobs | None:
@@ -187,7 +191,7 @@ def completion_logprobs(tokenizer: Tokenizer, chunk: OutputChunk, num_chars: int
         return None
     tokens = [token_text(tokenizer, token_id) for token_id in chunk.token_ids]
     return CompletionLogprobs(
-        text_offset=tuple(num_chars + offset for offset in chunk.offsets),
+        text_offset=[num_chars + offset for offset in chunk.offsets],
         token_logprobs=[_finite(given.logprob) for given in chunk.logprobs],
         tokens=tokens,
         top_logprobs=[_by_text(tokenizer, token, given) for token, given in zip(tokens, chunk.logprobs, strict=True)],
@@ -207,16 +211,27 @@ def chat_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> ChatLogprobs:
     return ChatLogprobs(content=content)
 
 
-def echo_logprobs(tokenizer: Tokenizer, prompt: ShownPrompt) -> CompletionLogprobs:
+async def echo_logprobs(
+    tokenizer: Tokenizer, prompt: ShownPrompt, logprobs: Sequence[TokenLogprobs]
+) -> CompletionLogprobs:
+    """Return the log-probabilities of a prompt's tokens, which may take seconds, with breaks for other clients.
+
+    Args:
+        logprobs: one entry for every prompt token but the first.
+    """
     text = AnswerText(tokenizer, TextRules(skip_special_tokens=prompt.skip_special_tokens))
-    tokens = [token_text(tokenizer, token_id) for token_id in prompt.token_ids]
-    given = zip(tokens[1:], prompt.logprobs, strict=True)
-    return CompletionLogprobs(
-        text_offset=tuple(join(text.push(prompt.token_ids, None)).offsets),
-        token_logprobs=[None, *(_finite(logprobs.logprob) for logprobs in prompt.logprobs)],
-        tokens=tokens,
-        top_logprobs=[None, *(_by_text(tokenizer, token, logprobs) for token, logprobs in given)],
-    )
+    made = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    given = [None, *logprobs]
+    for begin in range(0, len(given), _MOST_AT_ONCE):
+        token_ids = prompt.token_ids[begin : begin + _MOST_AT_ONCE]
+        made.text_offset.extend(join(text.push(token_ids, None)).offsets)
+        for token_id, entry in zip(token_ids, given[begin : begin + _MOST_AT_ONCE], strict=True):
+            token = token_text(tokenizer, token_id)
+            made.tokens.append(token)
+            made.token_logprobs.append(None if entry is None else _finite(entry.logprob))
+            made.top_logprobs.append(None if entry is None else _by_text(tokenizer, token, entry))
+        await asyncio.sleep(0)
+    return made
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs | None) -> CompletionLogprobs:
@@ -226,17 +241,27 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs | None) -> Comp
     return CompletionLogprobs(**{name: getattr(first, name) + getattr(second, name) for name in fields})
 
 
-def prompt_logprobs(tokenizer: Tokenizer, prompt: ShownPrompt, num_top: int) -> PromptLogprobs:
+async def prompt_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
+) -> PromptLogprobs:
+    """Return the log-probabilities of a prompt's tokens in vLLM's form, with breaks for other clients.
+
+    Args:
+        logprobs: one entry for every prompt token but the first.
+    """
+
     def entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
         return PromptLogprob(logprob=_finite(logprob), rank=rank, decoded_token=token_text(tokenizer, token_id))
 
     made: PromptLogprobs = [None]
-    for token_id, given in zip(prompt.token_ids[1:], prompt.logprobs, strict=True):
+    for number, (token_id, given) in enumerate(zip(token_ids[1:], logprobs, strict=True)):
         here = {token_id: entry(token_id, given.logprob, given.rank)}
         top = zip(given.top_ids[:num_top], given.top_logprobs[:num_top], strict=True)
         for rank, (top_id, logprob) in enumerate(top, start=1):
             here.setdefault(top_id, entry(top_id, logprob, rank))
         made.append(here)
+        if number % _MOST_AT_ONCE == 0:
+            await asyncio.sleep(0)
     return made
 
 

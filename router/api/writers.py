@@ -48,6 +48,9 @@ _encode_json = msgspec.json.Encoder().encode
 class Writer(Protocol):
     """Writer of one answer in the format of its route: as JSON, or as server-sent events."""
 
+    async def prepare(self, chunk: OutputChunk) -> None:
+        """Do the long part of writing a chunk, with breaks for other clients. Called once, before ``chunk``."""
+
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         """Return the events for a choice's next chunk, with the usage so far if requested."""
 
@@ -88,9 +91,13 @@ class TextWriter(ABC):
     def _prompt_token_ids(self, prompt_ids: Sequence[int]) -> list[int] | UnsetType:
         return [*prompt_ids] if self._with_token_ids else UNSET
 
-    def _prompt_logprobs(self, prompt: ShownPrompt) -> PromptLogprobs | UnsetType:
-        num_top = self._num_prompt_logprobs
-        return UNSET if num_top is None else prompt_logprobs(self._tokenizer, prompt, num_top)
+    @abstractmethod
+    def _prompt_of(self, chunk: OutputChunk) -> ShownPrompt: ...
+
+    async def prepare(self, chunk: OutputChunk) -> None:
+        prompt, given, num_top = self._prompt_of(chunk), chunk.prompt_logprobs, self._num_prompt_logprobs
+        if num_top is not None and prompt.logprobs is None and len(given) == len(prompt.token_ids) - 1:
+            prompt.logprobs = await prompt_logprobs(self._tokenizer, prompt.token_ids, given, num_top)
 
 
 class ChatWriter(TextWriter):
@@ -98,7 +105,7 @@ class ChatWriter(TextWriter):
 
     def __init__(self, request_id: str, model: ServedModel, options: ChatOptions, prompt_ids: Sequence[int]) -> None:
         super().__init__(f"chatcmpl-{request_id}", model, options)
-        self._prompt_ids = prompt_ids
+        self._prompt = ShownPrompt(prompt_ids)
         self._with_thoughts = options.include_reasoning
         is_plain = options.thinking is Thinking.NONE and options.tool_names is None
         self._readers = None if is_plain else defaultdict[int, MessageReader](partial(new_reader, model, options))
@@ -109,7 +116,7 @@ class ChatWriter(TextWriter):
         if chunk.index not in self._begun:
             self._begun.add(chunk.index)
             role = ChatChunkChoice(index=chunk.index, delta=Delta(role="assistant", content=""), finish_reason=None)
-            opening = self._frame([role], None, self._prompt_token_ids(self._prompt_ids))
+            opening = self._frame([role], None, self._prompt_token_ids(self._prompt.token_ids))
         choice = ChatChunkChoice(
             index=chunk.index,
             delta=_delta(self._read(chunk)),
@@ -133,18 +140,21 @@ class ChatWriter(TextWriter):
             )
             for index, chunk in enumerate(chunks)
         ]
-        prompt = ShownPrompt(self._prompt_ids, logprobs=chunks[0].prompt_logprobs)
         return _encode_json(
             ChatCompletion(
                 id=self._id,
                 created=self._created,
                 model=self._model,
                 choices=made,
-                prompt_logprobs=self._prompt_logprobs(prompt),
-                prompt_token_ids=self._prompt_token_ids(self._prompt_ids),
+                prompt_logprobs=_or_unset(self._prompt.logprobs),
+                prompt_token_ids=self._prompt_token_ids(self._prompt.token_ids),
                 usage=usage,
             )
         )
+
+    def _prompt_of(self, chunk: OutputChunk) -> ShownPrompt:
+        del chunk
+        return self._prompt
 
     def _read(self, chunk: OutputChunk) -> MessagePart:
         if self._readers is None:
@@ -203,12 +213,19 @@ class CompletionWriter(TextWriter):
             echo = CompletionChoice(
                 index=chunk.index,
                 text=prompt.echo,
-                logprobs=echo_logprobs(self._tokenizer, prompt) if self._with_logprobs else None,
+                logprobs=prompt.echo_logprobs,
                 finish_reason=None,
                 prompt_token_ids=prompt_token_ids,
             )
             opening, prompt_token_ids = self._frame([echo], None), UNSET
         return opening + self._frame([self._choice(chunk, prompt, prompt_token_ids)], usage)
+
+    async def prepare(self, chunk: OutputChunk) -> None:
+        await super().prepare(chunk)
+        prompt, given = self._prompt_of(chunk), chunk.prompt_logprobs
+        is_new = prompt.echo_logprobs is None and len(given) == len(prompt.token_ids) - 1
+        if self._with_logprobs and prompt.echo is not None and is_new:
+            prompt.echo_logprobs = await echo_logprobs(self._tokenizer, prompt, given)
 
     def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
         return self._encode([self._whole_choice(join(chunks)) for chunks in choices], usage)
@@ -221,7 +238,7 @@ class CompletionWriter(TextWriter):
         choice = self._choice(chunk, prompt, self._prompt_token_ids(prompt.token_ids))
         if prompt.echo is None:
             return choice
-        logprobs = joined(echo_logprobs(self._tokenizer, prompt), choice.logprobs) if self._with_logprobs else None
+        logprobs = choice.logprobs if prompt.echo_logprobs is None else joined(prompt.echo_logprobs, choice.logprobs)
         return replace(choice, text=prompt.echo + choice.text, logprobs=logprobs)
 
     def _choice(
@@ -231,7 +248,7 @@ class CompletionWriter(TextWriter):
             index=chunk.index,
             text=chunk.text,
             logprobs=completion_logprobs(self._tokenizer, chunk, len(prompt.echo or "")),
-            prompt_logprobs=self._prompt_logprobs(prompt),
+            prompt_logprobs=_or_unset(prompt.logprobs),
             finish_reason=chunk.finish,
             stop_reason=_stop_reason(chunk),
             prompt_token_ids=prompt_token_ids,
@@ -239,10 +256,7 @@ class CompletionWriter(TextWriter):
         )
 
     def _prompt_of(self, chunk: OutputChunk) -> ShownPrompt:
-        """Return the prompt of a chunk's choice. The first chunk has the prompt's log-probabilities."""
-        prompt = self._prompts[chunk.index // self._num_choices]
-        prompt.logprobs = chunk.prompt_logprobs or prompt.logprobs
-        return prompt
+        return self._prompts[chunk.index // self._num_choices]
 
     def _encode(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
         written = self._no_usage if usage is None else usage
@@ -255,6 +269,10 @@ def new_reader(model: ServedModel, options: ChatOptions | ResponsesOptions) -> M
     """Return a reader that splits the text of one choice."""
     names, dialect = options.tool_names, model.dialect
     return MessageReader(options.thinking, None if names is None or dialect is None else dialect.parser(names))
+
+
+def _or_unset(logprobs: PromptLogprobs | None) -> PromptLogprobs | UnsetType:
+    return UNSET if logprobs is None else logprobs
 
 
 def _stop_reason(chunk: OutputChunk) -> StopReason:

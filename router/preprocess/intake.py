@@ -112,7 +112,7 @@ def make_request(
     stopping = Stopping(max_tokens=most, stop_token_ids=eos_ids.union(body.stop_token_ids or ()))
     if body.min_tokens and body.allowed_token_ids and stopping.stop_token_ids.issuperset(body.allowed_token_ids):
         raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
-    check_prompt_logprobs(prompt_len, body.num_prompt_logprobs)
+    check_prompt_logprobs(prompt_len, body.num_prompt_logprobs, body.num_choices)
     sampling = make_sampling(model, body, stopping.stop_token_ids, grammar)
     return GenerateRequest(
         prompt_ids=prompt_ids,
@@ -168,11 +168,11 @@ def given_or(given: _T | None, default: _T) -> _T:
     return default if given is None else given
 
 
-def check_prompt_logprobs(prompt_len: int, num_prompt_logprobs: int | None) -> None:
-    """Reject prompt log-probabilities that do not fit in one message."""
+def check_prompt_logprobs(prompt_len: int, num_prompt_logprobs: int | None, num_choices: int = 1) -> None:
+    """Reject prompt log-probabilities that do not fit in one message, or in a response with all choices."""
     if num_prompt_logprobs is None:
         return
-    allowed = MAX_FRAME_BYTES // 2 // (_LOGPROBS_BYTES + num_prompt_logprobs * _TOP_LOGPROB_BYTES)
+    allowed = MAX_FRAME_BYTES // 2 // (_LOGPROBS_BYTES + num_prompt_logprobs * _TOP_LOGPROB_BYTES) // num_choices
     if prompt_len > allowed:
         got = f"got {num_prompt_logprobs} with a prompt of {prompt_len} tokens"
         most = f"a prompt of at most {allowed} tokens with this setting"
