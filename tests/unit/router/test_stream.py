@@ -1,14 +1,19 @@
 """Outputs reach the reader of an answer in order and without loss."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from cluster.spec.sampling import FinishReason
+from cluster.tokenizer import Tokenizer
 from router.answer import Answer
+from router.api.generation import AnswerReader
 from router.errors import RequestFailedError
 from router.request import Cause, ChoiceId, FailRequest, OutputBatch
+from router.text import TextRules
 from tests.fakes.dispatching import ask
+from tests.fakes.model_folder import write_model_folder
 
 
 def answer_of(num_choices: int) -> Answer:
@@ -51,6 +56,23 @@ async def test_a_choice_that_the_reader_finished() -> None:
     push(answer, 0, [2], FinishReason.LENGTH)
     answer.stop_early(0)
     assert await answer.receive() == []
+
+
+@pytest.mark.parametrize("stop", ["", "c"])
+async def test_outputs_that_a_slow_client_left_unread_are_written_in_pieces(tmp_path: Path, stop: str) -> None:
+    tokenizer = Tokenizer(write_model_folder(tmp_path))
+    token_ids = tokenizer.encode("ab" * 300 + "c" + "ab" * 300, add_special_tokens=False)
+    request = ask()
+    request.text_rules = TextRules(stops=[stop] if stop else [])
+    stopped: list[ChoiceId] = []
+    answer = Answer([request], stopped.append, lambda _: None)
+    push(answer, 0, token_ids, FinishReason.LENGTH)
+    pieces = [chunks async for chunks in AnswerReader(tokenizer, answer).chunks()]
+    assert max(map(len, pieces)) <= 128 < len(token_ids)
+    text = "".join(chunk.text for chunks in pieces for chunk in chunks)
+    assert text == ("ab" * 300 if stop else tokenizer.decode(token_ids))
+    assert [chunk.finish for chunks in pieces for chunk in chunks if chunk.finish] == ["stop" if stop else "length"]
+    assert stopped == []  # replicas have finished the choice already
 
 
 async def test_failure() -> None:
