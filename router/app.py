@@ -34,7 +34,7 @@ def create_app(service: Service) -> ASGIApp:
 def create_api(service: Service) -> FastAPI:
     """Return all routes as a FastAPI application, which also documents them."""
     app = _Api(title="Baton", description="Long-context LLM serving with OpenAI's API.", redirect_slashes=False)
-    app.state.bodies = ArrivingBodies()
+    app.state.bodies = ArrivingBodies(service.model.max_body_bytes)
     for routes in (generation.routes, status.model_routes):
         app.include_router(routes(service), dependencies=[key_needed(service)])
     for routes in (status.state_routes, admin.routes):

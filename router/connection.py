@@ -1,24 +1,16 @@
-"""HTTP connection of a client, with disconnects and server-sent events.
-
-The protocol is uvicorn's with four changes. A response's head is sent together with the beginning of its body, because
-separate writes cost a system call, a packet, and a wakeup of the client. A connection without a complete request head
-is closed after a timeout; uvicorn would wait forever. An offer to upgrade the protocol, such as the one to HTTP/2 from
-Java's client, is ignored, because httptools would treat the body as part of that protocol and lose it. Responses to
-HTTP/1.0 are not chunked: they end with the connection.
-"""
+"""HTTP connection of a client: refusals in the form of OpenAI's API, disconnects and server-sent events."""
 
 import asyncio
-import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.http_connection import BoundedHttpProtocol, Refusal
 from router.answer import Answer
-from router.errors import ClientLeftError, RequestFailedError
+from router.errors import ApiError, ClientLeftError, RequestFailedError
 
 Got = TypeVar("Got")
 Frames = AsyncGenerator[bytes, None]
@@ -31,100 +23,14 @@ SLOW_READER_S = 60.0
 """Time after which a client that does not read from its stream is disconnected."""
 _UNWATCHED_S = 0.05
 """Delay before the router watches for a disconnect, so that a fast answer needs no second task."""
-_OFFER = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 
 
-class HttpProtocol(HttpToolsProtocol):
-    """HTTP connection that is closed if no complete request head arrives within ``timeout_keep_alive``."""
+class HttpProtocol(BoundedHttpProtocol):
+    """Connection of the router's client."""
 
-    _head_due: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(cast(asyncio.Transport, JoiningTransport(cast(asyncio.Transport, transport))))
-        self._await_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Strip the upgrade offer from a request head."""
-        if self._head_due is not None and data.find(b"pgrade:", 0, data.find(b"\r\n\r\n")) >= 0:
-            head, end, rest = data.partition(b"\r\n\r\n")
-            data = _OFFER.sub(b"", head + end) + rest
-        super().data_received(data)
-
-    def on_headers_complete(self) -> None:
-        self._stop_waiting()
-        super().on_headers_complete()
-        if self.parser.get_http_version() == "1.0":
-            self.cycle.transport = cast(asyncio.Transport, UnchunkedTransport(self.transport))
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.cycle.response_complete and not self.transport.is_closing():
-            self._await_head()
-
-    def _await_head(self) -> None:
-        self._head_due = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
-
-    def _stop_waiting(self) -> None:
-        if self._head_due is not None:
-            self._head_due.cancel()
-            self._head_due = None
-
-
-class JoiningTransport:
-    """Transport that holds back a response's head until the next write or event loop iteration."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._loop = asyncio.get_running_loop()
-        self._head = b""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n"):
-            self._head = data
-            self._loop.call_soon(self._flush)
-            return
-        self._transport.write(data)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        head, self._head = self._head, b""
-        if head and not self._transport.is_closing():
-            self._transport.write(head)
-
-
-class UnchunkedTransport:
-    """Transport of the response to an HTTP/1.0 request, without the chunked encoding that uvicorn adds."""
-
-    _ENCODING = b"transfer-encoding: chunked\r\n"
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._is_chunked: bool | None = None
-        """True if the body is chunked; None before the head."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if self._is_chunked is None:
-            self._is_chunked = self._ENCODING in data
-            data = data.replace(self._ENCODING, b"")
-        elif self._is_chunked:  # uvicorn writes each chunk in one piece
-            size, _, body = data.partition(b"\r\n")
-            data = body[: int(size, 16)]
-        self._transport.write(data)
+    def refused(self, refusal: Refusal) -> ASGIApp:
+        """Return the application that answers a refused request."""
+        return answer_of(ApiError(refusal.status, str(refusal), code=refusal.code))
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Got]) -> Got:
@@ -154,6 +60,10 @@ async def _expire_when_left(receive: Receive, limit: asyncio.Timeout) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
     limit.reschedule(0)
+
+
+def answer_of(error: ApiError) -> Response:
+    return Response(error.body, error.status, error.headers, media_type="application/json")
 
 
 class JsonAnswer(Response):

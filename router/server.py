@@ -233,6 +233,7 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(service),
         http=HttpProtocol,
+        ws="none",
         lifespan="off",
         log_config=None,
         proxy_headers=False,

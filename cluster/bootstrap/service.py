@@ -16,8 +16,11 @@ import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.bootstrap.table import BootstrapTable, ErrorDetail, ErrorReply, TableRefusedError, WatchedTable
+from cluster.http_connection import BoundedHttpProtocol, Refusal
 from cluster.spec.clock import LEASE_S, Clock, SystemClock
 from cluster.spec.errors import UserError
 from cluster.spec.ids import Incarnation, ReplicaId, is_router, parse_replica_id
@@ -44,6 +47,8 @@ def create_app(table: BootstrapTable, token: str, clock: Clock) -> FastAPI:
     app.add_exception_handler(TableRefusedError, _refused)
     app.add_exception_handler(StarletteHTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _bad_parameter)
+    app.add_exception_handler(ClientDisconnect, _left)
+    app.add_middleware(_HeadAsGet)
     app.include_router(_routes(watched), dependencies=[Depends(_bearer(token))])
 
     @app.get("/health")
@@ -100,13 +105,43 @@ class BootstrapServer:
             self._stopped.set()
 
 
+class HttpProtocol(BoundedHttpProtocol):
+    """Connection of the service's client."""
+
+    body_s = 10.0
+
+    def refused(self, refusal: Refusal) -> ASGIApp:
+        """Return the application that answers a refused request."""
+        return _error(refusal.status, refusal.code, str(refusal))
+
+
+class _HeadAsGet:
+    """ASGI application that answers HEAD wherever GET is answered; uvicorn sends only the head."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
 class _Server(uvicorn.Server):
     """HTTP server that ends all watches before it waits for open requests."""
 
     def __init__(self, app: FastAPI) -> None:
         self._watched: WatchedTable = app.state.watched
         super().__init__(
-            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=_KEEP_ALIVE_S)
+            uvicorn.Config(
+                app,
+                http=HttpProtocol,
+                ws="none",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -174,11 +209,16 @@ def _member(text: str) -> ReplicaId:
 
 async def _decode(request: Request, kind: type[Body]) -> Body:
     received = bytearray()
+    _check_size(int(request.headers.get("content-length", 0)))
     async for part in request.stream():
         received += part
-        if len(received) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        _check_size(len(received))
     return decode_body(bytes(received), kind)
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_BODY_BYTES:
+        raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
 
 
 def decode_body(body: bytes, kind: type[Body]) -> Body:
@@ -210,6 +250,11 @@ def _error(status: int, code: str, message: str) -> Response:
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, TableRefusedError)
     return _error(409, error.code, str(error))
+
+
+async def _left(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ClientDisconnect)
+    return _error(408, "client_left", "the client left")  # sent to nobody
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from router.connection import answer_of
 from router.errors import ApiError, ClientLeftError, LimitError
 from router.metrics import Metrics
 
@@ -28,7 +29,7 @@ def answer_error(metrics: Metrics, request: Request, error: Exception) -> Respon
     metrics.refused.add(1, str(int(shown.status)))
     if isinstance(error, LimitError):
         metrics.rejections.add(1, error.limit)
-    return Response(shown.body, shown.status, shown.headers, media_type="application/json")
+    return answer_of(shown)
 
 
 def install(app: FastAPI, metrics: Metrics) -> None:

@@ -1,6 +1,5 @@
 """First steps in handling an HTTP request: its id, API key, headers and body."""
 
-import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.http_connection import REFUSAL_KEY, Refusal
 from cluster.spec.config import DeployConfig
 from router.admission import ANYBODY, ApiKey
 from router.api.errors import EXPECTED_ERRORS, answer_error
@@ -30,14 +30,8 @@ _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ARRIVAL_KEY = "baton.arrival"
 _SESSION_HEADER = b"x-session-id"
 _DP_RANK_HEADER = "X-data-parallel-rank"
-MAX_BODY_BYTES = 64 << 20
-"""Maximum size of a request body, enough for a prompt of about ten million tokens."""
-TIMEOUT_S = 60.0
-"""Maximum time for a body to arrive. 64 MiB take six seconds at 100 Mbit/s."""
 _MOST_LARGEST = 8
 """Maximum memory for arriving bodies, as a multiple of the maximum body size."""
-_CLOSE = {"connection": "close"}
-"""Header that closes the connection of a client whose body the router stops reading."""
 
 
 class Arrival(msgspec.Struct, kw_only=True):
@@ -113,50 +107,52 @@ class Front:
 
 
 class ArrivingBodies:
-    """Receives the bodies of one process's requests, with limits on size, time and total memory."""
+    """Receives the bodies of one process's requests, with limits on size and total memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
+        """Create the receiver; ``max_bytes`` is the maximum size of one body."""
+        self._max_bytes = max_bytes
         self._num_bytes = 0
 
     async def receive(self, request: Request) -> bytes:
         """Return a request's body, most of which usually arrives together with the head.
 
         Raises:
-            ApiError: 413 for a body that is too large, 408 for a slow one, 503 if arriving bodies take too much memory.
+            ApiError: 413 for a body that is too large, 503 if arriving bodies take too much memory, or the refusal of
+                the connection, such as 408 for a slow body.
             ClientDisconnect: the client left before the end of the body.
         """
+        declared = arrival_of(request).header(b"content-length")
+        if declared is not None:
+            self._check(int(declared))  # the parser has accepted the number
         first = await request.receive()
-        body = self._checked(_body_of(first), 0)
+        self._check(len(body := _body_of(first, request)))
         return await self._receive_rest(request, body) if first.get("more_body", False) else body
 
     async def _receive_rest(self, request: Request, first: bytes) -> bytes:
         parts, num_bytes = [first], len(first)
         self._num_bytes += num_bytes
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                has_more = True
-                while has_more:
-                    event = await request.receive()
-                    part = self._checked(_body_of(event), num_bytes)
-                    num_bytes += len(part)
-                    self._num_bytes += len(part)
-                    if self._num_bytes > (allowed := _MOST_LARGEST * MAX_BODY_BYTES):
-                        message = f"the bodies being received exceed {allowed} bytes in total; try again"
-                        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large", headers=_CLOSE)
-                    parts.append(part)
-                    has_more = event.get("more_body", False)
-        except TimeoutError:
-            message = f"the body did not arrive within {TIMEOUT_S:g} s"
-            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout", headers=_CLOSE) from None
+            has_more = True
+            while has_more:
+                event = await request.receive()
+                part = _body_of(event, request)
+                num_bytes += len(part)
+                self._num_bytes += len(part)
+                self._check(num_bytes)
+                if self._num_bytes > (allowed := _MOST_LARGEST * self._max_bytes):
+                    message = f"the bodies being received exceed {allowed} bytes in total; try again"
+                    raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large")
+                parts.append(part)
+                has_more = event.get("more_body", False)
         finally:
             self._num_bytes -= num_bytes
         return b"".join(parts)
 
-    def _checked(self, part: bytes, num_before: int) -> bytes:
-        if num_before + len(part) > MAX_BODY_BYTES:
-            message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            message = f"the body is larger than {self._max_bytes} bytes"
             raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
-        return part
 
 
 Read = TypeVar("Read", bound=Body)
@@ -267,8 +263,11 @@ def _unauthorized(message: str) -> ApiError:
     return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers=headers)
 
 
-def _body_of(event: Message) -> bytes:
+def _body_of(event: Message, request: Request) -> bytes:
     if event["type"] == "http.disconnect":
-        raise ClientDisconnect
+        refusal: Refusal | None = request.scope.get(REFUSAL_KEY)
+        if refusal is None:
+            raise ClientDisconnect
+        raise ApiError(refusal.status, str(refusal), code=refusal.code)  # for the log and the metrics
     body: bytes = event.get("body", b"")
     return body

@@ -22,6 +22,8 @@ TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 
+MIN_BODY_BYTES = 4 << 20
+"""Size of a body that is accepted whatever the context length."""
 _MAX_TOKEN_CHARS = 16
 """Average number of characters per token that no natural text exceeds."""
 
@@ -62,6 +64,11 @@ class ServedModel:
     has_reasoning: bool
     grammars: Grammars | None = None
     """Compiler of grammars; None in a process that must not compile any."""
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Maximum size of a body: a text that fits the context, and room for tools, schemas and further prompts."""
+        return MIN_BODY_BYTES + self.max_text_chars
 
     @property
     def max_text_chars(self) -> int:

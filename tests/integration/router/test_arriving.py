@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from router.api import front
-from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
+from router.connection import HttpProtocol
+from router.preprocess import model
+from tests.fakes.router_cluster import CONTEXT, MODEL, RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
 
@@ -34,7 +35,7 @@ def answer(connection: HTTPConnection) -> tuple[int, str, str | None]:
 
 
 def test_an_incomplete_body_times_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(HttpProtocol, "body_s", 0.5)
     for cluster in run_cluster(folder):
         status, said, _ = answer(begin(cluster, 100, b'{"prompt": '))
         assert status == 408
@@ -62,7 +63,8 @@ def test_a_body_after_an_http_2_upgrade_offer_is_accepted(cluster: RouterCluster
 
 
 def test_bodies_that_arrive_at_the_same_time_have_bounded_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "MAX_BODY_BYTES", most := 1 << 20)
+    most = 1 << 20
+    monkeypatch.setattr(model, "MIN_BODY_BYTES", most - 16 * CONTEXT)
     for cluster in run_cluster(folder):
         open_ones = [begin(cluster, most, b"x" * (most - 1)) for _ in range(9)]
         (ready,), _, _ = select.select([one.sock for one in open_ones], [], [], WAIT_S)

@@ -1,0 +1,345 @@
+"""HTTP connection of a client, with limits on the size and the time of what it sends.
+
+The protocol is uvicorn's with these changes. A request head has a maximum size and a deadline, and a body has a
+deadline. A refused client gets its answer, and the rest of its request is neither parsed nor kept. A response's head is
+sent together with the beginning of its body, because separate writes cost a system call, a packet, and a wakeup of the
+client. An offer to upgrade the protocol, such as the one to HTTP/2 from Java's client, is ignored, because httptools
+would treat the body as part of that protocol and lose it. Responses to HTTP/1.0 are not chunked: they end with the
+connection.
+"""
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import Any, cast
+
+import httptools
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+MAX_HEAD_BYTES = 64 << 10
+"""Maximum size of a request head, of a chunked body's trailers, and of what precedes a chunk."""
+MAX_PIPELINED = 64
+"""Maximum number of requests that wait on one connection for the responses before theirs."""
+MAX_DISCARDED_BYTES = 64 << 20
+"""Maximum number of bytes that a client can send after the response. Then its connection is aborted."""
+LINGER_S = 2.0
+"""Time in which a client that is still sending can read the response, before its connection is aborted.
+
+Closing a socket with unread data resets the connection, and the client may lose the response.
+"""
+REFUSAL_KEY = "baton.refusal"
+"""Key of an ASGI scope whose request was refused while its body arrived; the application sees a disconnect."""
+
+_LINE_BYTES = 4
+"""Bytes of a header line besides name and value."""
+_STATUS_OFFSET = len("HTTP/1.1 ")
+_ERROR = ord("4")
+_TOO_LARGE = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+
+
+class Refusal(Exception):  # noqa: N818
+    """Answer to a request that this module refuses."""
+
+    def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class _Stage(Enum):
+    HEAD = auto()
+    """The next byte belongs to a request head, or to blank lines before it."""
+    BODY = auto()
+    """The next byte belongs to a body or its trailers."""
+    END = auto()
+    """No request has begun since the last one ended."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """HTTP connection whose client cannot take unlimited time or memory."""
+
+    head_s = 15.0
+    """Maximum time from the first byte of a request head to its end."""
+    body_s = 60.0
+    """Maximum time from the end of a request head to the end of the body."""
+
+    _stage = _Stage.END
+    _running: RequestResponseCycle | None = None
+    """Request being answered; others may have arrived after it."""
+    _awaited: _Stage | None = None
+    """Stage that the timer limits."""
+    _timer: asyncio.TimerHandle | None = None
+    _num_head_bytes = 0
+    """Bytes since the last packet with the end of a head, a part of a body, or the end of a request."""
+    _has_begun_inside = False
+    """True if the request began inside a packet, so that its first bytes are not counted."""
+    _num_discarded = 0
+    _is_deaf = False
+    """True if what the client sends is discarded."""
+
+    def refused(self, refusal: Refusal) -> ASGIApp:
+        """Return the application that answers a refused request."""
+        raise NotImplementedError
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._wire = cast(asyncio.Transport, transport)
+        joining = JoiningTransport(self._wire, self._checked, self._close)
+        super().connection_made(cast(asyncio.Transport, joining))
+        self._limit(_Stage.END, self.timeout_keep_alive, self._expire)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self._is_deaf:
+            self._discard(data)
+            return
+        if self._stage is _Stage.END:
+            self._stage = _Stage.HEAD
+            self._has_begun_inside = False
+        self._num_head_bytes += len(data)
+        self._parse(data)
+        if self._stage is _Stage.END and self.scope is not self.cycle.scope:
+            self._stage = _Stage.HEAD  # of the next request
+        if self._stage is not _Stage.END and not self._is_deaf:
+            self._limit_rest(data)
+
+    def on_headers_complete(self) -> None:
+        version = self.parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise _invalid(f"HTTP/{version} is not supported, use HTTP/1.1")
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise _invalid("CONNECT is not supported")
+            return  # without the offer, the request is parsed once more
+        may_be_large = self._has_begun_inside or self._num_head_bytes > MAX_HEAD_BYTES
+        if may_be_large and len(self.url) + _num_bytes(self.headers) > MAX_HEAD_BYTES:
+            raise _too_large("the request head is")
+        if len(self.pipeline) >= MAX_PIPELINED:
+            message = f"more than {MAX_PIPELINED} requests wait on one connection"
+            raise Refusal(HTTPStatus.TOO_MANY_REQUESTS, "too_many_requests", message)
+        super().on_headers_complete()
+        self.headers = []  # of trailers, which are ignored
+        self._stage = _Stage.BODY
+        self._num_head_bytes = 0
+        if version == "1.0":
+            self.cycle.transport = cast(asyncio.Transport, UnchunkedTransport(self.transport))
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._stage is not _Stage.BODY:  # an offer
+            return
+        if self.headers and _num_bytes(self.headers) > MAX_HEAD_BYTES:
+            raise _too_large("the trailers are")
+        self._stage = _Stage.END
+        self._num_head_bytes = 0
+        self._has_begun_inside = True  # if another one follows in this packet
+        if self._timer is not None:
+            self._stop_timer()
+        super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = self._without_offer() + data[offer.args[0] :]
+            except httptools.HttpParserError as error:
+                known = error.__context__
+                if not isinstance(known, Refusal):
+                    is_of_url = isinstance(error, httptools.HttpParserCallbackError)
+                    known = _invalid("invalid URL" if is_of_url else str(error))
+                self._refuse(known)
+                return
+
+    def _without_offer(self) -> bytes:
+        """Return the head that was just parsed without its offer to upgrade, for a new parser."""
+        line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        kept = (b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn's constructor
+        return line + b"".join(kept) + b"\r\n"
+
+    def _limit_rest(self, data: bytes) -> None:
+        """Limit what may follow the incomplete request that ``data`` has begun or continued."""
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse(_too_large("the request head is" if self._stage is _Stage.HEAD else "a chunk's head is"))
+            return
+        if self._awaited is not self._stage:
+            self._limit(self._stage, self.head_s if self._stage is _Stage.HEAD else self.body_s, self._expire)
+        if self._stage is _Stage.BODY and self.cycle.response_complete:
+            self._discard(data)
+
+    def _limit(self, stage: _Stage | None, seconds: float, expire: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._num_discarded = 0
+        self._awaited = stage
+        self._timer = self.loop.call_later(seconds, expire)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._awaited = None
+
+    def _expire(self) -> None:
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if self.flow.read_paused or (is_answering and self._stage is not _Stage.BODY):
+            self._awaited = None  # the rest waits for us
+            self._limit_rest(b"")
+        elif self._stage is _Stage.BODY:
+            message = f"the body did not arrive within {self.body_s:g} s"
+            self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", message))
+        else:
+            self._wire.close()
+
+    def _discard(self, data: bytes) -> None:
+        self._num_discarded += len(data)
+        if self._num_discarded > MAX_DISCARDED_BYTES:
+            self._wire.abort()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Refuse the request that is arriving, after the responses before its own, and close the connection."""
+        self._is_deaf = True
+        self._stop_timer()
+        before = self.cycle
+        has_to_wait = before is not None and not before.response_complete
+        if self._stage is _Stage.BODY:
+            if has_to_wait := bool(self.pipeline):
+                self.pipeline.popleft()
+            else:
+                cast(dict[str, Any], before.scope)[REFUSAL_KEY] = refusal
+                before.disconnected = True
+                before.message_event.set()
+                if before.response_started:
+                    self.transport.close()
+                    return
+        self._stage = _Stage.HEAD
+        self.cycle = self._cycle_of_refusal()
+        if has_to_wait:
+            self.pipeline.appendleft((self.cycle, cast(Any, self.refused(refusal))))
+        else:
+            self._start_asgi_task(self.cycle, self.refused(refusal))
+
+    def _cycle_of_refusal(self) -> RequestResponseCycle:
+        return RequestResponseCycle(
+            scope=cast(Any, {"type": "http", "method": "GET"}),
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=False,
+            keep_alive=False,
+            on_response=self.on_response_complete,
+        )
+
+    def _checked(self, head: bytes) -> bytes:
+        """Return the head of an error; the connection closes if the request's body is still arriving."""
+        if self._stage is _Stage.BODY and not self.pipeline and self.cycle.keep_alive:
+            self.cycle.keep_alive = False
+            return head[:-2] + b"connection: close\r\n\r\n"
+        return head
+
+    def _close(self) -> None:
+        """Close the connection. If the client is still sending, let it read the response first."""
+        if self._stage is _Stage.END or self._wire.is_closing() or self.transport.is_closing():
+            self._wire.close()
+            return
+        self._is_deaf = True
+        self.flow.resume_reading()
+        self._wire.write_eof()
+        self._limit(None, LINGER_S, self._wire.abort)
+
+
+class _TransportWrapper:
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class JoiningTransport(_TransportWrapper):
+    """Transport that holds back a response's head until the next write or event loop iteration."""
+
+    def __init__(
+        self, transport: asyncio.Transport, checked: Callable[[bytes], bytes], close: Callable[[], None]
+    ) -> None:
+        """Wrap ``transport``; ``checked`` returns the head to write for an error's, ``close`` closes ``transport``."""
+        super().__init__(transport)
+        self._loop = asyncio.get_running_loop()
+        self._checked = checked
+        self._close = close
+        self._head = b""
+        self._is_closing = False
+
+    def is_closing(self) -> bool:
+        return self._is_closing or self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        if self._is_closing:
+            return
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n"):
+            self._head = data if data[_STATUS_OFFSET] < _ERROR else self._checked(data)
+            self._loop.call_soon(self._flush)
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._close()
+        self._is_closing = True
+
+    def _flush(self) -> None:
+        head, self._head = self._head, b""
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
+
+
+class UnchunkedTransport(_TransportWrapper):
+    """Transport of the response to an HTTP/1.0 request, without the chunked encoding that uvicorn adds."""
+
+    _ENCODING = b"transfer-encoding: chunked\r\n"
+    _is_chunked: bool | None = None
+    """True if the body is chunked; None before the head."""
+
+    def write(self, data: bytes) -> None:
+        if self._is_chunked is None:
+            self._is_chunked = self._ENCODING in data
+            data = data.replace(self._ENCODING, b"")
+        elif self._is_chunked:  # uvicorn writes each chunk in one piece
+            size, _, body = data.partition(b"\r\n")
+            data = body[: int(size, 16)]
+        self._transport.write(data)
+
+
+def _num_bytes(headers: list[tuple[bytes, bytes]]) -> int:
+    return sum(len(name) + len(value) + _LINE_BYTES for name, value in headers)
+
+
+def _invalid(why: str) -> Refusal:
+    return Refusal(HTTPStatus.BAD_REQUEST, "bad_request", f"the request is not valid: {why}")
+
+
+def _too_large(what: str) -> Refusal:
+    return Refusal(_TOO_LARGE, "head_too_large", f"{what} larger than {MAX_HEAD_BYTES} bytes")

@@ -1,0 +1,146 @@
+"""Raw connections to both HTTP services: what a client without a key can cost, and how it is refused."""
+
+import json
+import resource
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.bootstrap import service
+from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer
+from cluster.http_connection import BoundedHttpProtocol
+from router import connection
+from router.preprocess.model import MIN_BODY_BYTES
+from tests.fakes.model_folder import write_model_folder
+from tests.fakes.router_cluster import CONTEXT, run_cluster
+
+pytestmark = pytest.mark.integration
+
+TOKEN = "token"
+WAIT_S = 60.0
+PIECE = b"x" * (1 << 20)
+
+
+@dataclass
+class Service:
+    """One of the services; ``reading`` is the head of a request whose body it reads."""
+
+    url: str
+    reading: str
+    max_body_bytes: int
+    protocol: type[BoundedHttpProtocol]
+    most_bytes: int = 0
+    """Largest resident memory of this process while a client sent."""
+
+    def connect(self) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=WAIT_S)
+
+    def ask(self, data: bytes, num_more: int = 0) -> tuple[int, dict[str, str], bytes]:
+        """Send bytes and up to ``num_more`` MiB; return status, headers and body of the response once closed."""
+        with self.connect() as sock:
+            sock.sendall(data)
+            try:
+                for _ in range(num_more):
+                    sock.sendall(PIECE)
+                    self.most_bytes = max(self.most_bytes, resident_bytes())
+            except OSError:
+                pass
+            head, _, body = b"".join(_received(sock)).partition(b"\r\n\r\n")
+        line, *headers = head.decode().split("\r\n")
+        return int(line.split(" ")[1]), dict(header.split(": ", 1) for header in headers), body
+
+    def is_well(self) -> bool:
+        return self.ask(b"GET /health HTTP/1.0\r\n\r\n")[0] == 200
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _received(sock: socket.socket) -> Iterator[bytes]:
+    try:
+        while data := sock.recv(1 << 16):
+            yield data
+    except ConnectionResetError:
+        pass
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    for cluster in run_cluster(write_model_folder(tmp_path_factory.mktemp("model"))):
+        yield Service(cluster.url, "POST /v1/completions", MIN_BODY_BYTES + 16 * CONTEXT, connection.HttpProtocol)
+
+
+@pytest.fixture(scope="module")
+def bootstrap() -> Iterator[Service]:
+    server = BootstrapServer("127.0.0.1", 0, TOKEN)
+    yield Service(server.start(), "PUT /ranks", MAX_BODY_BYTES, service.HttpProtocol)
+    server.stop()
+
+
+@pytest.fixture(params=["router", "bootstrap"])
+def served(request: pytest.FixtureRequest) -> Service:
+    found: Service = request.getfixturevalue(request.param)
+    return found
+
+
+def head(line: str, *headers: str) -> bytes:
+    return "\r\n".join([f"{line} HTTP/1.1", f"authorization: Bearer {TOKEN}", *headers, "", ""]).encode()
+
+
+def error_of(body: bytes) -> Any:
+    return json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET /health HTTP/1.1\r\na: ", head("POST /x", "transfer-encoding: chunked") + b"0;"]
+)
+def test_an_endless_head_takes_no_memory(served: Service, data: bytes) -> None:
+    assert served.is_well()
+    before = served.most_bytes = resident_bytes()
+    status, headers, body = served.ask(data, num_more=131)
+    assert served.most_bytes - before < 5 << 20
+    assert (status, headers["connection"]) == (431 if b"GET" in data else 404, "close")
+    if status == 431:
+        assert error_of(body)["code"] == "head_too_large"
+        assert error_of(body)["message"] == "the request head is larger than 65536 bytes"
+    assert served.is_well()
+
+
+def test_a_declared_body_above_the_limit_is_refused_unread(served: Service) -> None:
+    size = f"content-length: {served.max_body_bytes + 1}"
+    status, headers, body = served.ask(head(served.reading, size, "expect: 100-continue"))
+    assert (status, headers["connection"]) == (413, "close")
+    assert error_of(body)["message"] == f"the body is larger than {served.max_body_bytes} bytes"
+
+
+@pytest.mark.parametrize("length", ["content-length: 40000000", "transfer-encoding: chunked"])
+def test_a_refused_client_reads_why_after_sending_its_body(served: Service, length: str) -> None:
+    status, headers, body = served.ask(head("POST /nowhere", length) + b"2000000\r\n", num_more=32)
+    assert (status, headers["connection"]) == (404, "close")
+    assert error_of(body)["code"] == "not_found"
+
+
+def test_an_absent_body_times_out(served: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.protocol, "body_s", 0.2)
+    status, headers, body = served.ask(head(served.reading, "content-length: 5") + b"{")
+    assert (status, headers["connection"]) == (408, "close")
+    assert error_of(body)["message"] == "the body did not arrive within 0.2 s"
+
+
+def test_an_invalid_request_is_refused(served: Service) -> None:
+    status, _, body = served.ask(head("GET /health", "content-length: 1", "content-length: 2"))
+    assert (status, error_of(body)["code"]) == (400, "bad_request")
+
+
+def test_head_is_answered_where_get_is(served: Service) -> None:
+    with served.connect() as sock:
+        sock.sendall(b"HEAD /health HTTP/1.0\r\n\r\n")
+        said = b"".join(_received(sock))
+    assert said.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert said.endswith(b"\r\n\r\n")
