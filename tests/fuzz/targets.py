@@ -38,7 +38,7 @@ from router.preprocess.requests import ChatRequest, CompletionRequest
 from router.preprocess.response_request import ResponseRequest
 from tests.fakes.rank_records import make_record, make_records, sizes
 from tests.fakes.supervised import Run
-from tests.fuzz.http_surface import HTTP, requests, surface
+from tests.fuzz.http_surface import HTTP, BootstrapSurface, heads, requests, surface
 from tests.fuzz.mutate import Codec
 from tests.fuzz.samples import messages
 from tests.readme import ROOT
@@ -239,6 +239,8 @@ TARGETS: dict[str, Target] = {
     "heartbeats": Target(_heartbeats, _feed_heartbeat, JSON),
     "bodies": Target(lambda: [json.dumps(body).encode() for body in _BODIES], _feed_body, JSON),
     "http": Target(requests, lambda data: surface().feed(data), HTTP),
+    "heads": Target(heads, lambda data: surface().feed_parts(data)),
+    "bootstrap": Target(heads, lambda data: surface(BootstrapSurface).feed_parts(data)),
     "commands": Target(_orders, _feed_command, JSON),
     "yaml": Target(lambda: [path.read_bytes() for path in sorted(ROOT.glob("deploy/local-*.yaml"))], _feed_yaml, YAML),
     "keys": Target(lambda: [b"- {name: a, key: a-long-secret, priority: 5}\n"], _feed_keys, YAML),
