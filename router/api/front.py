@@ -16,6 +16,7 @@ from cluster.http_connection import REFUSAL_KEY, Refusal
 from cluster.spec.config import DeployConfig
 from router.admission import ANYBODY, ApiKey
 from router.api.errors import EXPECTED_ERRORS, answer_error
+from router.connection import unless_client_leaves
 from router.errors import ApiError, bad_request
 from router.preprocess.body import Body, parse, shortened
 from router.preprocess.job import Job, JsonText, Preprocessed, Route
@@ -172,7 +173,7 @@ async def preprocess(service: Service, http: Request, route: Route) -> Preproces
     """Receive a request's body and preprocess it.
 
     Raises:
-        ApiError: the body is wrong, or any error of ``ArrivingBodies.receive``.
+        ApiError: the body is wrong, the client has left, or any error of ``ArrivingBodies.receive``.
         ClientDisconnect: the client left before the end of the body.
     """
     body = await http.app.state.bodies.receive(http)
@@ -184,7 +185,9 @@ async def preprocess(service: Service, http: Request, route: Route) -> Preproces
         salt="" if caller is None else caller.salt,
         with_keys=service.relay.uses_prefixes,
     )
-    return await service.preprocess.run(job, *share_of(http))
+    if (outcome := service.preprocess.run_inline(job)) is not None:
+        return outcome
+    return await unless_client_leaves(http.receive, service.preprocess.run(job, *share_of(http)))
 
 
 def share_of(http: Request) -> tuple[str, float]:

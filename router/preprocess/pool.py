@@ -67,13 +67,11 @@ class PreprocessPool:
                 waiting.fail(ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the router is stopping", code="stopped"))
 
     async def run(self, job: Job, tenant: str, weight: float = 1.0) -> Preprocessed | JsonText:
-        """Preprocess a body.
+        """Preprocess a body in one of the processes.
 
         Raises:
             ApiError: the body is wrong, or takes too much time or memory.
         """
-        if (outcome := self._inline(job)) is not None:
-            return outcome
         waiting = _Waiting(job)
         async with self._arrived:
             self._waiting.push(waiting, tenant, len(job.body), weight)
@@ -83,8 +81,8 @@ class PreprocessPool:
         finally:
             self._waiting.remove(waiting)
 
-    def _inline(self, job: Job) -> Preprocessed | JsonText | None:
-        """Preprocess a body without another process. Return None if that could take long."""
+    def run_inline(self, job: Job) -> Preprocessed | JsonText | None:
+        """Preprocess a body in this process. Return None if that could take long. Raises ApiError like ``run``."""
         extracted = None
         if len(job.body) > INLINE_BYTES:
             if job.route is not Route.COMPLETIONS or len(job.body) > INLINE_BYTES + LONG_TOKENS * _ID_BYTES:

@@ -98,7 +98,7 @@ class _Inline:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
-    async def run(self, job: Job, *_: object) -> Preprocessed | JsonText:
+    def run_inline(self, job: Job) -> Preprocessed | JsonText:
         return preprocess(self._model, job)
 
 

@@ -11,7 +11,6 @@ import pytest
 from cluster.spec.wire import TokenIds
 from router.errors import ApiError
 from router.page_index import LONG_TOKENS, PromptKeys
-from router.preprocess import pool as pools
 from router.preprocess.job import Job, JsonText, Preprocessed, Route, encode
 from router.preprocess.model import read_model
 from router.preprocess.pool import PreprocessPool
@@ -66,9 +65,7 @@ async def test_excess_is_refused_and_the_pool_goes_on(pool: PreprocessPool, name
     assert isinstance(made, Preprocessed)
 
 
-async def test_a_process_has_the_same_outcome_as_the_router(
-    pool: PreprocessPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_has_the_same_outcome_as_the_router(pool: PreprocessPool) -> None:
     asked = [
         job(prompt="abc", n=2, stop=["x", "yz"], echo=True, logprobs=2, logit_bias={"5": 1.5}, user="u", seed=3),
         job(prompt=[[5, 6], [7, 8, 9]], bad_words=["bad"], min_tokens=2, priority=4, return_token_ids=True, seed=3),
@@ -77,10 +74,12 @@ async def test_a_process_has_the_same_outcome_as_the_router(
         job(Route.TOKENIZE, prompt="hello", return_token_strs=True),
         job(Route.DETOKENIZE, tokens=[5, 6, 7]),
     ]
-    inline = [await pool.run(one, "alice") for one in asked]
-    monkeypatch.setattr(pools, "INLINE_BYTES", 0)
-    for one, expected in zip(asked, inline, strict=True):
-        assert encode(await pool.run(one, "alice")) == encode(expected)
+    for one in asked:
+        inline = pool.run_inline(one)
+        assert inline is not None
+        assert encode(await pool.run(one, "alice")) == encode(inline)
+    for one in (job(prompt="a" * 5000), job(prompt="a", guided_regex="a"), job(prompt=[5] * 40_000)):
+        assert pool.run_inline(one) is None
 
 
 async def test_the_keys_of_a_long_prompt_come_with_it(pool: PreprocessPool) -> None:
