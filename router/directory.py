@@ -6,6 +6,7 @@ from itertools import chain
 
 import msgspec
 
+from cluster.spec.clock import Attention
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role
 from cluster.spec.registry import RankRecord, ReplicaEntry, TableSnapshot
 
@@ -13,6 +14,8 @@ MAX_FAILURES = 5
 """Number of consecutive failures that opens a breaker. It exceeds MAX_RETRIES, since one request may be at fault."""
 OPEN_S = 10.0
 """Time for which a breaker stays open, about as long as a rank takes to restart on a CPU."""
+LAG_S = 0.5
+"""Maximum time between two looks that counts for a missing replica. A later look means that the router was stalled."""
 
 
 @dataclass(slots=True)
@@ -20,6 +23,7 @@ class _Known:
     entry: ReplicaEntry
     """Latest entry in which the replica was ready."""
     missing_since_s: float | None = None
+    """Attentive time of the first table without the replica."""
     silent: bool = False
     """True if the replica's lease expired, which is stronger evidence of its loss than its absence from the table."""
 
@@ -40,6 +44,7 @@ class Directory:
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
+        self._attention = Attention(LAG_S)
         self._known: dict[tuple[ReplicaId, Incarnation], _Known] = {}
         self._known_usable: _Usable | None = None
         """Cache of ``_usable``, which every request reads; cleared by every change."""
@@ -48,6 +53,7 @@ class Directory:
 
     def update(self, snapshot: TableSnapshot, now_s: float) -> list[Peer]:
         """Apply a new snapshot; return the peers that are now lost."""
+        heard_s = self._attention.look(now_s)
         self.snapshot = snapshot
         self._known_usable = None
         entries = {(entry.replica, entry.incarnation): entry for entry in snapshot.replicas}
@@ -57,13 +63,14 @@ class Directory:
             if entry is not None and entry.ready:
                 continue
             if known.missing_since_s is None:
-                known.missing_since_s = now_s
+                known.missing_since_s = heard_s
             known.silent = known.silent or (entry is not None and not _is_new_to_table(entry, known.entry))
         return self.expire(now_s)
 
     def expire(self, now_s: float) -> list[Peer]:
         """Return the peers that have been missing for too long."""
-        lost = {key: known.peer for key, known in self._known.items() if self._is_lost(known, now_s)}
+        heard_s = self._attention.look(now_s)
+        lost = {key: known.peer for key, known in self._known.items() if self._is_lost(known, heard_s)}
         for key in lost:
             del self._known[key]
         if lost:
@@ -74,7 +81,7 @@ class Directory:
     def next_deadline_s(self) -> float | None:
         """Earliest time at which ``expire`` may have something to do."""
         missing = [known.missing_since_s for known in self._known.values() if known.missing_since_s is not None]
-        return min(missing) + self._grace_s if missing else None
+        return self._attention.next_look_s(min(missing) + self._grace_s) if missing else None
 
     def ready(self, role: Role) -> list[Peer]:
         """Return the replicas of a role that accept requests, ordered by id."""
@@ -121,12 +128,12 @@ class Directory:
         ]
         return sorted(self._present(role) or missing, key=lambda entry: (len(entry.replica), entry.replica))
 
-    def _is_lost(self, known: _Known, now_s: float) -> bool:
+    def _is_lost(self, known: _Known, heard_s: float) -> bool:
         if known.missing_since_s is None:
             return False
         if known.silent and self._present(known.entry.role):
             return True
-        return self._is_proven_gone(known.peer) or now_s >= known.missing_since_s + self._grace_s
+        return self._is_proven_gone(known.peer) or heard_s >= known.missing_since_s + self._grace_s
 
     def _present(self, role: Role) -> list[ReplicaEntry]:
         """Return the replicas in the table that accept requests."""

@@ -144,6 +144,11 @@ class _Server(uvicorn.Server):
             )
         )
 
+    async def on_tick(self, counter: int) -> bool:
+        """Look at the leases. Uvicorn calls this ten times a second, so a longer gap is the loop's own lag."""
+        self._watched.look()
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._watched.close()
         await super().shutdown(sockets)

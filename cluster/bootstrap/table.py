@@ -5,17 +5,21 @@ which incarnations have ended.
 """
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
 
-from cluster.spec.clock import Clock
+from cluster.spec.clock import Attention, Clock
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation, ReplicaId, parse_replica_id
 from cluster.spec.ranks import global_rank, world_size
 from cluster.spec.registry import Heartbeat, RankRecord, ReplicaEntry, ReplicaLoad, TableSnapshot
+
+LAG_S = 0.5
+"""Maximum time that counts for leases between two looks of the service, which looks several times as often."""
 
 
 class RefusalCode(StrEnum):
@@ -57,7 +61,7 @@ def records_digest(records: Iterable[RankRecord]) -> str:
 
 
 class BootstrapTable:
-    """All ranks of all replicas. Times are seconds of one monotonic clock, passed in by the caller.
+    """All ranks of all replicas. Times are attentive seconds of the service, passed in by the caller.
 
     A replica is ready when all ranks of its highest incarnation are registered and hold a lease. Each rank renews its
     own lease, and a new rank has one lease period to do so for the first time.
@@ -139,11 +143,6 @@ class BootstrapTable:
                 del replica.lease_ends_s[rank]
                 replica.silent.add(rank)
                 self.version += 1
-
-    def next_expiry_s(self) -> float | None:
-        """Return the time at which the next lease expires unless it is renewed; None if there are no leases."""
-        ends_s = (end_s for replica in self._replicas.values() for end_s in replica.lease_ends_s.values())
-        return min(ends_s, default=None)
 
     def snapshot(self, now_s: float) -> TableSnapshot:
         self.expire(now_s)
@@ -237,17 +236,24 @@ def _mismatch(record: RankRecord, message: str) -> TableRefusedError:
 
 
 class WatchedTable:
-    """Table with a clock and watchers."""
+    """Table with a clock and watchers. Leases expire by the time for which the service could hear heartbeats."""
 
     def __init__(self, table: BootstrapTable, clock: Clock) -> None:
         self.table = table
         self._clock = clock
+        self._attention = Attention(LAG_S)
         self._seen_version = table.version
         self._changed = asyncio.Event()
         self._closing = False
 
     def now_s(self) -> float:
-        return self._clock.now_s()
+        """Return the attentive time, for the table."""
+        return self._attention.look(self._clock.now_s())
+
+    def look(self) -> None:
+        """Expire leases, and wake the watchers if the table has changed. The service's loop calls this regularly."""
+        self.table.expire(self.now_s())
+        self.wake_if_changed()
 
     def wake_if_changed(self) -> None:
         """Wake the watchers if the table has changed. Call this after every request that may change it."""
@@ -265,20 +271,16 @@ class WatchedTable:
 
         A lower version counts too, because a restarted service may start from any number.
         """
-        deadline_s = self.now_s() + timeout_s
+        deadline_s = self._clock.now_s() + timeout_s
         while True:
-            changed, now_s = self._changed, self.now_s()
-            self.table.expire(now_s)
-            if self.table.version != version:
-                return self.table.snapshot(now_s)
-            if now_s >= deadline_s or self._closing:
+            changed, left_s = self._changed, deadline_s - self._clock.now_s()
+            snapshot = self.table.snapshot(self.now_s())
+            if snapshot.version != version:
+                return snapshot
+            if left_s <= 0 or self._closing:
                 return None
-            expiry_s = self.table.next_expiry_s()
-            until_s = deadline_s if expiry_s is None else min(deadline_s, expiry_s)
-            try:
-                await asyncio.wait_for(changed.wait(), until_s - now_s)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), left_s)
 
     def _wake(self) -> None:
         self._changed.set()

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, records_digest
+from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, WatchedTable, records_digest
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import (
     Heartbeat,
@@ -16,6 +16,7 @@ from cluster.spec.registry import (
     ReplicaLoad,
     TransferMode,
 )
+from tests.fakes.clock import ManualClock
 from tests.fakes.rank_records import GEOMETRY, make_record, make_records, sizes
 
 LEASE_S = 3.0
@@ -71,16 +72,31 @@ def test_ready_needs_every_record_and_a_heartbeat() -> None:
 def test_lease_runs_out_and_a_heartbeat_renews_it() -> None:
     records = make_records(P0, sizes())
     table = table_with(records, now_s=10.0)
-    assert table.next_expiry_s() == 13.0
     assert entry(table, now_s=12.9).ready
     table.heartbeat(beat_of(records), 12.9)
     assert entry(table, now_s=15.8).ready
     version = table.version
     assert not entry(table, now_s=15.9).ready
     assert table.version == version + 1
-    assert table.next_expiry_s() is None
     table.heartbeat(beat_of(records), 20.0)
     assert entry(table, now_s=20.0).ready
+
+
+def test_leases_do_not_expire_while_the_service_is_stalled() -> None:
+    records, clock = make_records(P0, sizes()), ManualClock()
+    table = table_with(records)
+    watched = WatchedTable(table, clock)
+    watched.look()
+    for now_s in (0.25, 30.0, 30.25, 60.0):  # the service is stopped twice
+        clock.time_s = now_s
+        watched.look()
+        assert entry(table, watched.now_s()).ready
+    table.heartbeat(beat_of(records), watched.now_s())
+    while clock.time_s < 60.0 + LEASE_S:
+        assert entry(table, watched.now_s()).ready
+        clock.time_s += 0.25
+        watched.look()
+    assert entry(table, watched.now_s()).silent == (0,)
 
 
 def test_a_silent_rank_makes_its_replica_not_ready_until_it_shows_life() -> None:
