@@ -8,7 +8,9 @@
    may still be working on it gets a Cancel, and its state is deleted.
 
 Messages can be lost, so the router repeatedly asks decode leaders about attempts that have been silent for a while.
-Being silent is no evidence of failure, because long prompts take a long time.
+Being silent is no evidence of failure, because long prompts take a long time. But leaders ask the router about their
+attempts too. If decode has not named an attempt during many inquiries, the two cannot hear each other, and the attempt
+has failed. Counting inquiries instead of seconds excludes the time for which the router itself was stalled.
 """
 
 import math
@@ -51,6 +53,11 @@ def draw_room() -> Room:
     return Room(secrets.randbits(63) or 1)
 
 
+def max_unanswered(step_timeout_s: float) -> int:
+    """Return the number of inquiries without a sign after which decode is unreachable rather than busy with a step."""
+    return math.ceil(step_timeout_s / INQUIRE_EVERY_S) + 2
+
+
 class RequestTable:
     """Open requests of one router process, with their attempts. The picker reads the load that the table counts."""
 
@@ -63,13 +70,19 @@ class RequestTable:
         draw: Callable[[], Room] = draw_room,
         max_retries: int = MAX_RETRIES,
         retry_backoff_s: float = RETRY_BACKOFF_S,
+        max_unanswered: int = 60,
     ) -> None:
-        """Start without requests. ``load`` and ``breakers`` are updated here and read by ``pick``."""
+        """Start without requests. ``load`` and ``breakers`` are updated here and read by ``pick``.
+
+        Args:
+            max_unanswered: number of inquiries during which decode may give no sign of an attempt.
+        """
         self.me = me
         self.load = load
         self.breakers = breakers
         self._max_retries = max_retries
         self._retry_backoff_s = retry_backoff_s
+        self._max_unanswered = max_unanswered
         self._pick = pick
         self._draw = draw
         self._open: dict[ChoiceId, GenerateRequest] = {}
@@ -121,7 +134,7 @@ class RequestTable:
             return self._drop("late")
         if not request.is_decode(output.replica, output.incarnation):
             return self._drop("foreign")
-        request.last_output_s = now_s
+        request.last_output_s, request.num_unanswered = now_s, 0
         if problem := request.problem(output):
             reason = f"{output.replica}: {problem}"
             return self._retry(request, Cause.BROKEN_OUTPUT, reason, request.peers[-1:], request.peers, now_s)
@@ -186,10 +199,14 @@ class RequestTable:
         return self._retry(request, Cause.REPLICA_LOST, reason, blamed, request.peers, now_s)
 
     def on_inquire(self, inquire: Inquire) -> list[Action]:
-        """Cancel those attempts in a leader's inquiry that have ended."""
+        """Cancel those attempts in a leader's inquiry that have ended. The others are a sign that decode has them."""
         if inquire.incarnation != self.me.incarnation:
             return self._drop("foreign")
-        return [_cancel(inquire.sender, room) for room in inquire.rooms if room not in self._by_room]
+        sender = inquire.sender
+        for request in filter(None, map(self._by_room.get, inquire.rooms)):
+            if request.is_decode(sender.replica, sender.incarnation):
+                request.num_unanswered = 0
+        return [_cancel(sender, room) for room in inquire.rooms if room not in self._by_room]
 
     def on_client_left(self, choice_id: ChoiceId) -> list[Action]:
         request = self._open[choice_id]
@@ -253,6 +270,7 @@ class RequestTable:
         self._by_room[room] = request
         submit = request.make_submit(room, route, shared.room if shared is not None else None, self.me)
         request.submit, request.cached_tokens, request.last_output_s = submit, route.cached_tokens, now_s
+        request.num_unanswered = 0
         self._move(request, RequestPhase.WAITING, "attempt")
         if submit.prefill is not None:
             self.load.add(submit.prefill, request.prefill_len)
@@ -290,10 +308,16 @@ class RequestTable:
             return []
         self._inquire_s = now_s + INQUIRE_EVERY_S
         silent: dict[Peer, list[Room]] = defaultdict(list)
-        for room, request in self._by_room.items():
-            if request.last_output_s <= now_s - INQUIRE_EVERY_S:
+        actions: list[Action] = []
+        for room, request in list(self._by_room.items()):
+            if request.num_unanswered >= self._max_unanswered:
+                decode = request.peers[-1]
+                reason = f"{decode.replica} answered none of {request.num_unanswered} inquiries about the request"
+                actions += self._retry(request, Cause.REPLICA_LOST, reason, [decode], request.peers, now_s)
+            elif request.last_output_s <= now_s - INQUIRE_EVERY_S:
+                request.num_unanswered += 1
                 silent[request.peers[-1]].append(room)
-        return [
+        return actions + [
             SendMessage(
                 address=peer.address, message=Inquire(rooms=rooms, sender=self.me, incarnation=peer.incarnation)
             )

@@ -93,6 +93,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True
     num_retries: int = 0
     last_output_s: float = 0.0
     """Time of the current attempt's newest output or, before the first one, of the attempt's start."""
+    num_unanswered: int = 0
+    """Number of inquiries since decode's latest sign that it works on the current attempt."""
     due_s: float = 0.0
     """Time of the next attempt, in phase PENDING."""
     reason: str = ""

@@ -26,7 +26,7 @@ from router.admission import Gate, KeyLimits, read_keys
 from router.app import create_app
 from router.connection import HttpProtocol
 from router.directory import Breakers, Directory, LoadBook
-from router.dispatch import RequestTable
+from router.dispatch import RequestTable, max_unanswered
 from router.metrics import Metrics
 from router.picker import Picker
 from router.preprocess.model import read_model
@@ -136,7 +136,8 @@ class RouterServer:
         directory = Directory(grace_s=LEASE_S)
         load, breakers = LoadBook(), Breakers()
         picker = Picker(self._config, directory, load, breakers, share=self._share)
-        requests = RequestTable(me, load, breakers, picker.pick)
+        most = max_unanswered(self._config.resources.step_timeout_s)
+        requests = RequestTable(me, load, breakers, picker.pick, max_unanswered=most)
         gate = Gate(self._share.of(config.max_waiting_requests), config.max_wait_s)
         metrics.registry.register(StateMetrics(requests, directory, gate, picker.pages, clock, inbox))
         return Service(

@@ -4,6 +4,7 @@ A session is a state machine: events and times in, states and messages out. Page
 still write to them.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from cluster.spec.ids import Incarnation, Peer, Room
 from cluster.spec.kv import NO_PAGE
 from cluster.spec.registry import Verify
 from cluster.spec.transfer_messages import (
+    Accepted,
     CheckPages,
     Done,
     Drained,
@@ -88,10 +90,10 @@ class TransferFailure:
 class ReceiverSession:
     """Receiving side of one transfer on the decode leader.
 
-    Prefill can take any amount of time to send its first message (Result or Done), since the prompt must wait in a
-    queue and be computed. After that, prefill can be silent for at most ``silence_s``. Each event method returns the
-    message for the prefill leader, if any. Messages from another room or incarnation, duplicates and late messages
-    have no effect and are counted.
+    Prefill can take any amount of time to send its first part (Result or Done), since the prompt must wait in a queue
+    and be computed, but it must answer repeated tickets. After that, prefill can be silent for at most ``silence_s``.
+    Each event method returns the message for the prefill leader, if any. Messages from another room or incarnation,
+    duplicates and late messages have no effect and are counted. Times are attentive seconds of the decode leader.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class ReceiverSession:
             num_pages: number of ticketed pages. The Dones report a multiple of it if pages are sent in parts.
             num_bytes: bytes that the Dones must report in total.
             num_ranks: number of decode ranks.
-            silence_s: maximum time between messages from prefill, after the first one.
+            silence_s: maximum time between messages from prefill; before its first part, rounded up to tickets.
             settle_s: time for which bytes may still arrive after their sender has died.
             verify: check of the pages; DIGEST requires digests in every Done.
             num_copies: number of ranks that hold the same heads; each receives its share of the pages.
@@ -129,6 +131,8 @@ class ReceiverSession:
         self._verify = verify
         self._dones: dict[int, Done] = {}
         self._silence_s = silence_s
+        self._num_unanswered = 0
+        """Number of tickets sent since prefill's latest message."""
         self._settle_s = settle_s
         self._wake_at_s = 0.0
 
@@ -145,16 +149,16 @@ class ReceiverSession:
     def open(self, now_s: float) -> Ticket:
         """Return the ticket to send to the prefill leader."""
         self._move(ReceiverState.TICKETED, "open")
-        self._wake_at_s = now_s + TICKET_AGAIN_S
-        return self.ticket
+        return self._send_ticket(now_s)
 
-    def handle(self, message: Result | Done | Refused | Drained, now_s: float) -> Revoke | None:
+    def handle(self, message: Accepted | Result | Done | Refused | Drained, now_s: float) -> Revoke | None:
         if self._is_foreign(message):
             self.num_dropped["foreign"] += 1
             return None
         if self.state not in _LISTENING:
             self.num_dropped[self.state.value] += 1
             return None
+        self._num_unanswered = 0
         match message:
             case Result():
                 return self._on_result(message, now_s)
@@ -195,12 +199,20 @@ class ReceiverSession:
             return None
         if self.state is ReceiverState.REVOKING:
             return self._revoke_message(now_s)
-        if self.result is None and not self._dones:
-            self._wake_at_s = now_s + TICKET_AGAIN_S
-            return self.ticket
+        has_begun = self.result is not None or self._dones
+        if not has_begun and self._num_unanswered <= math.ceil(self._silence_s / TICKET_AGAIN_S):
+            return self._send_ticket(now_s)
         return self._revoke(FailureKind.TIMED_OUT, self._missing(), now_s)
 
+    def _send_ticket(self, now_s: float) -> Ticket:
+        self._num_unanswered += 1
+        self._wake_at_s = now_s + TICKET_AGAIN_S
+        return self.ticket
+
     def _missing(self) -> str:
+        if self._num_unanswered:
+            names = f"{self._num_unanswered} tickets of {self.ticket.decode.replica}"
+            return f"{self.prefill.replica} answered none of {names}"
         missing = "the result"
         if self.result is not None:
             ranks = ", ".join(str(rank) for rank in sorted(set(self.result.senders) - self._dones.keys()))
@@ -267,7 +279,7 @@ class ReceiverSession:
             return f"digests of {self.prefill.replica}: {reason} (transfer.verify)"
         return None
 
-    def _is_foreign(self, message: Result | Done | Refused | Drained) -> bool:
+    def _is_foreign(self, message: Accepted | Result | Done | Refused | Drained) -> bool:
         sender = (message.prefill.replica, message.prefill.incarnation)
         return (message.room, message.decode_incarnation, *sender) != (
             self.ticket.room,

@@ -20,7 +20,17 @@ from cluster.spec.step_messages import (
     StepWork,
 )
 from cluster.spec.tiers import CachedTokens, FlushCache, PinPages, Tier, TierJob, TierJobResult, UseStorage
-from cluster.spec.transfer_messages import CheckPages, Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
+from cluster.spec.transfer_messages import (
+    Accepted,
+    CheckPages,
+    Done,
+    Drained,
+    PagesChecked,
+    Refused,
+    Result,
+    Revoke,
+    Ticket,
+)
 from cluster.spec.wire import Struct, Tagged, TokenIds
 
 INQUIRE_EVERY_S = 5.0
@@ -227,6 +237,7 @@ Message = (
     | Refused
     | Result
     | Done
+    | Accepted
     | Drained
     | StepPlan
     | CancelSend

@@ -62,6 +62,14 @@ class Refused(Tagged, frozen=True):
     reason: str
 
 
+class Accepted(Tagged, frozen=True):
+    """Answer to a repeated ticket: prefill has it, and its request is queued, being computed, or being sent."""
+
+    room: Room
+    prefill: Peer
+    decode_incarnation: Incarnation
+
+
 class Result(Tagged, frozen=True):
     """Outcome of the forward pass; sent once by the prefill leader."""
 

@@ -30,7 +30,12 @@ def on(decode: Peer = DECODE, cached_tokens: int = 0) -> Route:
     return Route(prefill=PREFILL, decode=decode, cached_tokens=cached_tokens)
 
 
-def make(*picks: Route | None, max_retries: int = 0, avoided: list[frozenset[Peer]] | None = None) -> RequestTable:
+def make(
+    *picks: Route | None,
+    max_retries: int = 0,
+    avoided: list[frozenset[Peer]] | None = None,
+    max_unanswered: int = 60,
+) -> RequestTable:
     """Return a table that gets these picks, then always the same pair. ``avoided`` collects the avoided peers."""
     rooms, coming = itertools.count(1), iter(picks)
 
@@ -40,7 +45,16 @@ def make(*picks: Route | None, max_retries: int = 0, avoided: list[frozenset[Pee
         return next(coming, on())
 
     breakers = Breakers(max_failures=2)
-    return RequestTable(ME, LoadBook(), breakers, pick, lambda: Room(next(rooms)), max_retries, retry_backoff_s=2.0)
+    return RequestTable(
+        ME,
+        LoadBook(),
+        breakers,
+        pick,
+        lambda: Room(next(rooms)),
+        max_retries,
+        retry_backoff_s=2.0,
+        max_unanswered=max_unanswered,
+    )
 
 
 def opened(dispatch: RequestTable, deadline_s: float = 100.0) -> ChoiceId:

@@ -20,7 +20,7 @@ from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import CachedTokens
-from cluster.spec.transfer_messages import Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
+from cluster.spec.transfer_messages import Accepted, Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
 from transfer.receiver import FailureKind, PageChecks, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator, live_pages
 from workers.context_parallel.shard_plan import idle_plan
@@ -76,7 +76,7 @@ class DecodeLeader(DpLeader):
                 self._on_cancel(message)
             case Inquire():
                 self._on_inquire(message)
-            case Result() | Done() | Refused() | Drained():
+            case Accepted() | Result() | Done() | Refused() | Drained():
                 self._on_prefill(message)
             case PagesChecked():
                 self._on_checked(message)
@@ -90,7 +90,7 @@ class DecodeLeader(DpLeader):
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.session is not None and request.state is not DecodeState.RUNNING:
-                self._follow_session(request, request.session, request.session.tick(now_s))
+                self._follow_session(request, request.session, request.session.tick(self._heard_s()))
         self.inquire(request.submit for request in self._requests.values() if request.state is not DecodeState.STOPPING)
         for address, check in self._checks.repeat(now_s):
             self.send(address, check)
@@ -197,16 +197,16 @@ class DecodeLeader(DpLeader):
         if self._scheduler.num_under_way:
             self._delayed.append((self._newest_step, request))
         else:
-            self.send(prefill.address, session.open(self._now_s))
+            self.send(prefill.address, session.open(self._heard_s()))
 
     def _send_delayed_tickets(self, computed_step: int) -> None:
         """Send the tickets whose pages no step under way can write to."""
         while self._delayed and self._delayed[0][0] <= computed_step:
             _, request = self._delayed.popleft()
             if request.state is DecodeState.RECEIVING and request.session is not None:
-                self.send(request.session.prefill.address, request.session.open(self._now_s))
+                self.send(request.session.prefill.address, request.session.open(self._heard_s()))
 
-    def _on_prefill(self, message: Result | Done | Refused | Drained) -> None:
+    def _on_prefill(self, message: Accepted | Result | Done | Refused | Drained) -> None:
         request = self._requests.get(message.room)
         if request is None or request.session is None or request.state is DecodeState.RUNNING:
             self.drop(message)
@@ -214,7 +214,7 @@ class DecodeLeader(DpLeader):
         if isinstance(message, Result):
             request.result_s = self._now_s
         num_dropped = request.session.num_dropped.total()
-        answer = request.session.handle(message, self._now_s)
+        answer = request.session.handle(message, self._heard_s())
         if request.session.num_dropped.total() > num_dropped:
             self.drop(message)
         self._follow_session(request, request.session, answer)
@@ -334,7 +334,7 @@ class DecodeLeader(DpLeader):
         elif request.state in (DecodeState.RUNNING, DecodeState.VERIFYING):
             self._end(request, reason)
         elif request.session is not None:
-            self._follow_session(request, request.session, request.session.cancel(reason, self._now_s))
+            self._follow_session(request, request.session, request.session.cancel(reason, self._heard_s()))
 
     def _on_table(self, snapshot: TableSnapshot) -> None:
         """End transfers from prefill replicas that are proven dead. Silent replicas may still write."""
@@ -347,7 +347,7 @@ class DecodeLeader(DpLeader):
                 continue
             reaped = snapshot.reaped.get(session.prefill.replica)
             if reaped is not None:
-                session.prefill_gone(reaped, self._now_s)
+                session.prefill_gone(reaped, self._heard_s())
                 self._follow_session(request, session, None)
 
     def _quarantined(self) -> list[DecodeRequest]:

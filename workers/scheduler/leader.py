@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 
+from cluster.spec.clock import Attention
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
 from cluster.spec.messages import (
     INQUIRE_EVERY_S,
@@ -34,6 +35,10 @@ REMEMBERED_ROOMS = 100_000
 """Maximum number of ended rooms that a leader remembers. The oldest rooms are forgotten first."""
 
 
+LAG_S = 5.0
+"""Maximum time between two looks that counts for deadlines of peers; longer than most steps."""
+
+
 class DpLeader(ABC):
     """Leader of one DP rank of a replica. Only the worker loop's thread calls it."""
 
@@ -60,6 +65,7 @@ class DpLeader(ABC):
         self.recorder = recorder or Recorder()
         self._now_s = 0.0
         """Time of the current event."""
+        self._attention = Attention(LAG_S)
         self._inquire_at_s = 0.0
         self.num_taken = 0
         """Number of requests accepted since startup."""
@@ -70,6 +76,10 @@ class DpLeader(ABC):
         self.ended = Tombstones()
         self.reporter = PageReporter(me, allocator, tiers)
         self.tiers = tiers
+
+    def _heard_s(self) -> float:
+        """Attentive time of the current event, for deadlines of peers."""
+        return self._attention.look(self._now_s)
 
     @abstractmethod
     def on_message(self, message: Message, now_s: float) -> None:

@@ -26,6 +26,7 @@ from workers.scheduler.prefill_request import (
     PrefillSettings,
     PrefillState,
     SendMeter,
+    accepted,
     drained,
     result_of,
 )
@@ -78,7 +79,7 @@ class PrefillLeader(DpLeader):
             else:
                 self._start_if_ready(request)
         for room, (ticket, deadline_s) in list(self._early_tickets.items()):
-            if now_s >= deadline_s:
+            if self._heard_s() >= deadline_s:
                 del self._early_tickets[room]
                 waited_s = self._settings.ticket_timeout_s
                 reason = f"the request itself did not arrive from the router within {waited_s:g} s"
@@ -153,9 +154,11 @@ class PrefillLeader(DpLeader):
         elif ticket.room in self.ended:
             self._refuse(ticket, self.ended.why(ticket.room))
         elif request is None:
-            self._early_tickets.setdefault(ticket.room, (ticket, self._now_s + self._settings.ticket_timeout_s))
+            self._early_tickets.setdefault(ticket.room, (ticket, self._heard_s() + self._settings.ticket_timeout_s))
         elif request.ticket is None and _is_from_decode(request.submit, ticket):
             self._bind_ticket(request, ticket)
+        elif request.ticket == ticket and request.state is not PrefillState.STOPPING:
+            self.send(ticket.decode.address, accepted(self.me, ticket))
         else:
             self.drop(ticket)
 

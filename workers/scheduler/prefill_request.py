@@ -8,7 +8,7 @@ from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import RankRecord, SendTimes
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import SendReport
-from cluster.spec.transfer_messages import Drained, Result, Revoke, Ticket
+from cluster.spec.transfer_messages import Accepted, Drained, Result, Revoke, Ticket
 from transfer.page_assignment import PageShare, receivers
 from workers.cache.page_allocator import live_pages
 from workers.scheduler.sequence import TokenSequence
@@ -103,6 +103,10 @@ def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled
             for lifetime, pages in enumerate(destination.pages)
         ),
     )
+
+
+def accepted(me: Peer, ticket: Ticket) -> Accepted:
+    return Accepted(room=ticket.room, prefill=me, decode_incarnation=ticket.decode.incarnation)
 
 
 def drained(me: Peer, asked: Revoke | Ticket) -> Drained:

@@ -5,7 +5,8 @@ import msgspec
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Inquire
 from router.request import Action, SendMessage, WakeAt
-from tests.fakes.dispatching import DECODE, ME, NOW, PREFILL, ask, cancel, failure, make, opened, output, started_of
+from tests.fakes.bootstrap import peer_of
+from tests.fakes.dispatching import DECODE, ME, NOW, PREFILL, ask, cancel, failure, make, on, opened, output, started_of
 
 DUE = NOW + INQUIRE_EVERY_S
 
@@ -52,6 +53,22 @@ def test_requests_unknown_to_decode_continue_on_any_pair() -> None:
     submit = started_of(actions)
     assert ([*submit.prompt_ids], submit.num_given) == ([1, 2, 3, 9], 1)
     assert dispatch.breakers.allows(DECODE, DUE)
+
+
+def test_an_attempt_that_decode_never_names_moves_to_another_pair() -> None:
+    other = peer_of("decode-1")
+    dispatch = make(on(), on(), on(other), max_retries=1, max_unanswered=3)
+    known, lost = opened(dispatch, 1000.0), opened(dispatch, 1000.0)
+    sign = Inquire(rooms=[Room(known)], sender=DECODE, incarnation=ME.incarnation)
+    now_s = NOW
+    for _ in range(3):
+        now_s += INQUIRE_EVERY_S
+        assert dispatch.expire(now_s) == asked(known, lost)
+        assert dispatch.on_inquire(sign) == []
+    moved = dispatch.expire(now_s + 60.0)  # a stall of the router counts as one more inquiry
+    assert moved[:2] == [cancel(lost, PREFILL), cancel(lost, DECODE)]
+    assert started_of(moved).decode == other
+    assert dispatch.is_under_way(Room(known))
 
 
 def test_a_leader_gets_repeated_cancels_for_ended_requests() -> None:

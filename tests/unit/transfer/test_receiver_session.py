@@ -5,7 +5,7 @@ import pytest
 
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
 from cluster.spec.registry import Verify
-from cluster.spec.transfer_messages import Done, Drained, PageDigests, Refused, Result, Revoke
+from cluster.spec.transfer_messages import Accepted, Done, Drained, PageDigests, Refused, Result, Revoke
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM, ticket
 from transfer.receiver import (
     REVOKE_AGAIN_S,
@@ -51,6 +51,10 @@ def _done(rank: int, num_pages: int) -> Done:
         num_pages=num_pages,
         num_bytes=10 * num_pages,
     )
+
+
+def _accepted() -> Accepted:
+    return Accepted(room=ROOM, prefill=PREFILL, decode_incarnation=DECODE.incarnation)
 
 
 def _drained() -> Drained:
@@ -158,8 +162,23 @@ def test_a_silent_prefill_gets_the_ticket_again() -> None:
         assert session.tick(now_s + TICKET_AGAIN_S - 1) is None
         now_s += TICKET_AGAIN_S
         assert session.tick(now_s) == session.ticket
+        session.handle(_accepted(), now_s + 0.1)
     assert session.state is ReceiverState.TICKETED
     assert session.failure is None
+
+
+def test_a_prefill_that_answers_no_ticket_is_given_up() -> None:
+    session = _session()
+    session.tick(TICKET_AGAIN_S)
+    session.handle(_accepted(), TICKET_AGAIN_S)
+    num_tickets, now_s = 0, TICKET_AGAIN_S
+    while (said := session.tick(now_s := now_s + TICKET_AGAIN_S)) == session.ticket:
+        num_tickets += 1
+    assert isinstance(said, Revoke)
+    assert num_tickets == SILENCE_S / TICKET_AGAIN_S + 1
+    assert not session.may_free
+    assert session.failure is not None
+    assert session.failure.reason == f"prefill-0 answered none of {num_tickets} tickets of decode-1"
 
 
 @pytest.mark.parametrize(("word", "missing"), [(_done(0, 2), "the result"), (_result(), "the pages of rank 1")])

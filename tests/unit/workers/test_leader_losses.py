@@ -10,7 +10,7 @@ from cluster.spec.ids import ROUTER, Incarnation, Role, Room
 from cluster.spec.kv import page_keys
 from cluster.spec.messages import Cancel, Failure, Message
 from cluster.spec.step_messages import ForgetPeer
-from cluster.spec.transfer_messages import Drained, Refused, Ticket
+from cluster.spec.transfer_messages import Accepted, Drained, Refused, Ticket
 from tests.fakes.leader_pair import PROMPT, LeaderPair
 from tests.fakes.paged_ranks import PAGE_SIZE
 from tests.fakes.pages import allocate
@@ -188,6 +188,22 @@ def test_a_ticket_without_a_request_reports_the_missing_message_and_the_wait() -
     prefill = pair.prefill
     (ticket,) = [said for said in pair.deliver(Role.DECODE, pair.submit(PROMPT)) if isinstance(said, Ticket)]
     prefill.on_message(ticket, 0.0)
-    prefill.tick(30.0)
+    prefill.tick(1.0)
+    prefill.tick(100.0)
+    assert prefill.outgoing == [], "a stalled prefill may not have read the request yet"
+    for now_s in range(100, 130):
+        prefill.tick(float(now_s))
     (refused,) = [message for _, message in prefill.outgoing if isinstance(message, Refused)]
     assert refused.reason == "the request itself did not arrive from the router within 30 s"
+
+
+def test_a_repeated_ticket_is_answered_while_its_request_waits() -> None:
+    pair = LeaderPair(num_pages=10)
+    submit = pair.submit(PROMPT)
+    (ticket,) = [said for said in pair.deliver(Role.DECODE, submit) if isinstance(said, Ticket)]
+    first = pair.deliver(Role.PREFILL, submit, ticket)
+    assert not any(isinstance(said, Accepted) for said in first)
+    (accepted,) = pair.deliver(Role.PREFILL, ticket)
+    assert accepted == Accepted(room=submit.room, prefill=pair.prefill_peer, decode_incarnation=Incarnation(1))
+    assert pair.deliver(Role.DECODE, accepted) == []
+    assert pair.decode.load().dropped == {}
