@@ -89,5 +89,27 @@ class ActorSystem(Protocol):
         the process died.
         """
 
+    def live(self, actors: Sequence[Actor], timeout_s: float) -> bool:
+        """Return whether all of these processes live, as far as the system knows.
+
+        Raises:
+            PeerUnreachableError: the system does not answer in time.
+        """
+
+    def why_lost(self) -> str:
+        """Return why the system can no longer start and end processes; empty while it can."""
+
     def kill(self, actors: Sequence[Actor], timeout_s: float) -> bool:
         """Kill processes; return whether all are confirmed dead within the timeout."""
+
+
+def describe_room(bundles: Sequence[Bundle], machines: Sequence[Machine]) -> str:
+    """Describe the resources requested and free on each machine, all in one line."""
+    parts = []
+    for machine in machines:
+        here = [bundle for bundle in bundles if bundle.node_id == machine.node_id]
+        cpus, gpus = sum(bundle.cpus for bundle in here), sum(bundle.gpus for bundle in here)
+        if here:
+            free = f"{machine.cpus:g} CPUs and {machine.gpus:g} GPUs"
+            parts.append(f"{machine.address}: wanted {cpus:g} CPUs and {gpus:g} GPUs; free: {free}")
+    return "; ".join(parts) or "the machines on which it was placed are gone"

@@ -18,6 +18,7 @@ _START_TICKS_FIELD = 19
 GRACE_S = 3.0
 """Time for processes to notice that the driver has died, and to exit by themselves."""
 _KILL_S = 10.0
+_REMOVE_TRIES = 10
 _DISMISS = "dismiss"
 
 
@@ -29,9 +30,18 @@ class ProcessId:
     start_ticks: int
 
 
+def process_id(pid: int) -> ProcessId | None:
+    """Return the identity of a process; None if it does not exist."""
+    try:
+        return ProcessId(pid=pid, start_ticks=int(_stat(str(pid))[_START_TICKS_FIELD]))
+    except OSError:
+        return None
+
+
 def this_process() -> ProcessId:
-    start_ticks = int(_stat("self")[_START_TICKS_FIELD])
-    return ProcessId(pid=int(Path("/proc/self").readlink().name), start_ticks=start_ticks)
+    mine = process_id(int(Path("/proc/self").readlink().name))
+    assert mine is not None
+    return mine
 
 
 def is_alive(process: ProcessId) -> bool:
@@ -112,7 +122,7 @@ class Guard:
     def finish(self, timeout_s: float) -> None:
         """Do the guard's work at an orderly exit: kill the remaining processes and remove the folder."""
         kill_sessions(self._sessions, timeout_s)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        _remove(self._folder)
         self._say(_DISMISS)
         self._process.communicate()
 
@@ -122,6 +132,15 @@ class Guard:
             print(word, file=self._process.stdin, flush=True)
         except BrokenPipeError:
             return  # the guard was killed; the driver does not depend on it
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, even if a thread of the driver that still waits for dead daemons adds a file meanwhile."""
+    for _ in range(_REMOVE_TRIES):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(_POLL_S)
 
 
 def main() -> None:
@@ -135,7 +154,7 @@ def main() -> None:
     while living_in(sessions) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     kill_sessions(sessions, _KILL_S)
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    _remove(Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

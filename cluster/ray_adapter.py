@@ -7,14 +7,12 @@ reaps them all.
 import atexit
 import logging
 import os
-import re
-import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +27,10 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.actors import Actor, Bundle, Demand, Machine, Reservation
-from cluster.processes import Guard, ProcessId, kill_all, this_process
+from cluster.actors import Actor, Bundle, Demand, Machine, Reservation, describe_room
+from cluster.processes import Guard, ProcessId, is_alive, kill_all, this_process
+from cluster.ray_daemons import RayDaemons
+from cluster.ray_environ import make_temp_dir
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 
 OBJECT_STORE_BYTES = 100_000_000
@@ -45,9 +45,9 @@ _KILL_S = 5.0
 PROBE_S = 5.0
 """Timeout of the check that something is listening at the address of an existing Ray cluster."""
 
-_TEMP_ROOT = Path("/tmp")
-"""Parent of the temporary folder; not TMPDIR, because Ray's socket paths must be short."""
-_TEMP_NAME = re.compile(r"baton-ray-(\d+)-\w+")
+_HEAD_GONE_S = 2.0
+_OTHERS_HEAD_GONE_S = 30.0
+"""Time for which the head of a joined cluster may be unreachable; Ray's own processes give up after a minute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +89,7 @@ class RaySystem:
         self.is_urgent = False
         """True if ``shutdown`` should skip Ray's orderly shutdown."""
         self._guard: Guard | None = None
+        self._daemons: RayDaemons | None = None
         # A thread that still calls Ray after shutdown must get an error rather than start a new cluster.
         ray_auto_init.enable_auto_connect = False
         ray_worker.print_to_stdstream = _print_to_stdstream if worker_logs else _print_nothing
@@ -98,6 +99,9 @@ class RaySystem:
                 _join(address, common)
             else:
                 self._start_ray(num_cpus, common)
+            if (node := ray_worker._global_node) is not None:
+                head_gone_s = _OTHERS_HEAD_GONE_S if address else _HEAD_GONE_S
+                self._daemons = RayDaemons(node.gcs_address, node.raylet_socket_name, head_gone_s)
         except BaseException:
             self.shutdown()
             raise
@@ -152,7 +156,7 @@ class RaySystem:
         )
         if not group.wait(timeout_s):
             remove_placement_group(group)
-            raise UserError(f"{name}: no capacity within {timeout_s:g} s; {_room(bundles, self.machines())}")
+            raise UserError(f"{name}: no capacity within {timeout_s:g} s; {describe_room(bundles, self.machines())}")
         return RayReservation(group=group, bundles=tuple(bundles))
 
     def release(self, reservation: Reservation) -> None:
@@ -171,6 +175,25 @@ class RaySystem:
     def call(self, actor: Actor, method: str, *args: object) -> "Future[Any]":
         assert isinstance(actor, RayActor)
         return _translated(actor.name, getattr(actor.handle, method).remote(*args).future())
+
+    def live(self, actors: Sequence[Actor], timeout_s: float) -> bool:
+        asked: Future[bool] = Future()
+
+        def ask() -> None:
+            try:
+                asked.set_result(all(self._lives(actor) for actor in actors))
+            except Exception as error:
+                asked.set_exception(error)
+
+        # Ray's own call has no timeout.
+        threading.Thread(target=ask, name="ray-ask", daemon=True).start()
+        try:
+            return asked.result(timeout_s)
+        except (RayError, FutureTimeoutError) as exc:
+            raise PeerUnreachableError("Ray does not answer") from exc
+
+    def why_lost(self) -> str:
+        return self._daemons.why_lost(time.monotonic()) if self._daemons is not None else ""
 
     def kill(self, actors: Sequence[Actor], timeout_s: float) -> bool:
         by_node: dict[str, list[ProcessId]] = {}
@@ -200,7 +223,7 @@ class RaySystem:
         """Start Ray, with one retry: on a busy machine, Ray's daemons may take longer than the 30 s that Ray waits."""
         begun_s = time.monotonic()
         for tries_left in reversed(range(START_TRIES)):
-            self.temp_dir = _make_temp_dir()
+            self.temp_dir = make_temp_dir()
             self._guard = Guard(self.temp_dir)
             try:
                 with _signals_kept(), _own_import_path(), _daemons_apart(self._guard):
@@ -214,6 +237,14 @@ class RaySystem:
     def _home_options(self) -> tuple[str, dict[str, Any]]:
         node_id = ray.get_runtime_context().get_node_id()
         return node_id, {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+
+    def _lives(self, actor: Actor) -> bool:
+        """Return whether Ray says so and, on this machine, whether the kernel does."""
+        assert isinstance(actor, RayActor)
+        known: dict[str, Any] = ray._private.state.actors(actor.handle._actor_id.hex())
+        is_here = actor.node_id == ray.get_runtime_context().get_node_id()
+        process = actor.process.result() if actor.process.done() and not actor.process.exception() else None
+        return known.get("State") != "DEAD" and not (is_here and process is not None and not is_alive(process))
 
     def _kill_all(self, node_id: str, processes: list[ProcessId], timeout_s: float) -> bool:
         """Kill processes on their own machine, because Ray reports an actor as dead before its process has ended."""
@@ -315,15 +346,6 @@ def _print_nothing(*_: object, **__: object) -> None:
     """Suppress the output of Ray's daemons about a dead worker, which the supervisor reports in one line."""
 
 
-def _make_temp_dir() -> Path:
-    """Create a folder for the cluster's sockets and logs; remove those that killed drivers have left behind."""
-    for folder in _TEMP_ROOT.glob("baton-ray-*"):
-        match = _TEMP_NAME.fullmatch(folder.name)
-        if match and not Path("/proc", match[1]).exists() and folder.lstat().st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"baton-ray-{os.getpid()}-", dir=_TEMP_ROOT))
-
-
 def _resources(cpus: float, gpus: float) -> dict[str, float]:
     return {key: n for key, n in (("CPU", cpus), ("GPU", gpus)) if n} or {"CPU": 0.001}
 
@@ -366,18 +388,6 @@ def _error(name: str, error: BaseException) -> BaseException:
     if isinstance(error, RayError):
         return PeerUnreachableError(f"the process of {name} died")
     return error
-
-
-def _room(bundles: Sequence[Bundle], machines: Sequence[Machine]) -> str:
-    """Describe the resources requested and free on each machine, all in one line."""
-    parts = []
-    for machine in machines:
-        here = [bundle for bundle in bundles if bundle.node_id == machine.node_id]
-        cpus, gpus = sum(bundle.cpus for bundle in here), sum(bundle.gpus for bundle in here)
-        if here:
-            free = f"{machine.cpus:g} CPUs and {machine.gpus:g} GPUs"
-            parts.append(f"{machine.address}: wanted {cpus:g} CPUs and {gpus:g} GPUs; free: {free}")
-    return "; ".join(parts) or "the machines on which it was placed are gone"
 
 
 def _first_line(error: BaseException) -> str:

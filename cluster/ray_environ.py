@@ -1,7 +1,18 @@
-"""Environment variables of a Ray cluster that Baton starts. Ray reads them when it is imported."""
+"""Environment variables and temporary folder of a Ray cluster that Baton starts.
+
+Ray reads the variables when it is imported.
+"""
 
 import os
+import re
 import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+_TEMP_ROOT = Path("/tmp")
+"""Parent of the temporary folder; not TMPDIR, because Ray's socket paths must be short."""
+_TEMP_NAME = re.compile(r"baton-ray-(\d+)-\w+")
 
 
 def set_for_own_cluster() -> None:
@@ -17,3 +28,12 @@ def set_for_own_cluster() -> None:
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
+
+
+def make_temp_dir() -> Path:
+    """Create a folder for the cluster's sockets and logs; remove those that killed drivers have left behind."""
+    for folder in _TEMP_ROOT.glob("baton-ray-*"):
+        match = _TEMP_NAME.fullmatch(folder.name)
+        if match and not Path("/proc", match[1]).exists() and folder.lstat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"baton-ray-{os.getpid()}-", dir=_TEMP_ROOT))

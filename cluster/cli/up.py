@@ -4,7 +4,9 @@ import math
 import os
 import secrets
 import socket
+import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +21,7 @@ from cluster.ray_environ import set_for_own_cluster
 from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.env import TOKEN
-from cluster.spec.errors import BatonError, ConfigError, Problem, UserError
+from cluster.spec.errors import BatonError, ConfigError, Problem, SystemLostError, UserError
 from cluster.spec.ids import Incarnation
 from cluster.spec.loader import DEFAULT_FILE, load_config
 from cluster.spec.ranks import sizes_of, world_size
@@ -29,10 +31,13 @@ if TYPE_CHECKING:
     from cluster.launch.launcher import Launcher
     from cluster.launch.tools import Tools
     from cluster.ray_adapter import RaySystem
+    from cluster.spec.registry import TableSnapshot
     from cluster.supervisor.loop import Supervisor
 
-_WATCH_S = 5.0
-"""Maximum wait for a change in the table. A hanging service is noticed only after this time."""
+_WATCH_S = 1.0
+"""Maximum wait for a change in the table. Each answer is also a sign of life of the bootstrap service."""
+_LOOK_S = 0.5
+"""Interval between checks of the actor system."""
 
 
 def up(
@@ -56,6 +61,10 @@ def up(
         raise
     except BatonError as error:
         _explain(error)
+        if isinstance(error, SystemLostError):
+            # Ray's threads still wait for its daemons, and crash when the interpreter ends.
+            sys.stderr.flush()
+            os._exit(1)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.echo("stopped while starting", err=True)
@@ -147,6 +156,7 @@ def _supervise(
     launcher = Launcher(tools, config, model, note.cluster.token, on_failed)
     signals.pass_on(supervisor.request_stop)
     threading.Thread(target=_follow_table, args=(launcher, tools, supervisor, note), daemon=True).start()
+    threading.Thread(target=_watch_system, args=(system, supervisor), daemon=True).start()
     try:
         with serve_commands(control_path(config.name), supervisor.give):
             supervisor.run(launcher)
@@ -156,7 +166,7 @@ def _supervise(
 
 def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor", note: Note) -> None:
     from cluster.bootstrap.client import follow_table
-    from cluster.supervisor.events import TableLost, TableSeen
+    from cluster.supervisor.events import TableLost, TableSeen, TableUnchanged
 
     try:
         rendezvous = launcher.rendezvous.result()
@@ -164,9 +174,22 @@ def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor"
         return  # the supervisor handles this error
     note.update(bootstrap_url=rendezvous.bootstrap_url)
     table = tools.connect(rendezvous)
-    for snapshot in follow_table(table.watch, lambda: _WATCH_S, lambda: supervisor.post(TableLost())):
-        if snapshot is not None:
-            supervisor.post(TableSeen.of(snapshot))
+
+    def watch(version: int, timeout_s: float) -> "TableSnapshot | None":
+        snapshot = table.watch(version, timeout_s)
+        supervisor.post(TableUnchanged() if snapshot is None else TableSeen.of(snapshot))
+        return snapshot
+
+    for _ in follow_table(watch, lambda: _WATCH_S, lambda: supervisor.post(TableLost())):
+        continue
+
+
+def _watch_system(system: "RaySystem", supervisor: "Supervisor") -> None:
+    from cluster.supervisor.events import SystemLost
+
+    while not (reason := system.why_lost()):
+        time.sleep(_LOOK_S)
+    supervisor.post(SystemLost(reason))
 
 
 def _announce(launcher: "Launcher", config: DeployConfig, note: Note, progress: "StartProgress") -> None:

@@ -107,6 +107,11 @@ class Gang:
             self._system.release(reservation)
         return gone
 
+    def lives(self, timeout_s: float) -> bool:
+        with self._lock:
+            actors = list(self._actors)
+        return self._system.live(actors, timeout_s)
+
     def _send_until_shown(self, table: Table, message: Drain | Resume, deadline: Deadline) -> bool:
         """Repeat a message to the leader until the table shows its effect; return False at the deadline."""
 

@@ -30,6 +30,8 @@ KILL_S = 5.0
 """Time for the kernel to end killed processes."""
 AT_ONCE_S = 0.5
 """Kill timeout after a second stop signal; stopping the Ray cluster ends the remaining processes."""
+ASK_S = 5.0
+"""Maximum wait for the actor system to answer whether processes live."""
 GRACE_S = 2.0
 """Additional time for calls to Ray, because a dead Ray cluster never responds."""
 
@@ -104,6 +106,15 @@ class Launcher:
         self._tools.progress(name, "ready")
         for who, run in self._running[name].runs.items():
             run.add_done_callback(partial(self._report_end, name, incarnation, who))
+
+    def lives(self, name: str) -> bool:
+        """Return whether all processes of a running member live.
+
+        Raises:
+            PeerUnreachableError: the actor system does not answer.
+        """
+        member = self._running.get(name)
+        return member is not None and member.lives(ASK_S)
 
     def end(self, name: str, incarnation: Incarnation) -> bool:
         """Kill a member and release its resources; return whether its processes are confirmed dead."""

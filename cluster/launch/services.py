@@ -39,6 +39,9 @@ class _Service:
         """End the process; return whether it is confirmed dead."""
         return self._tools.system.kill([self._actor], timeout_s)
 
+    def lives(self, timeout_s: float) -> bool:
+        return self._tools.system.live([self._actor], timeout_s)
+
     def _serve(self, deadline: Deadline, *arguments: object) -> Any:
         """Call the actor's ``start``, then ``run``; return the result of ``start``. Raises BatonError."""
         self._tools.progress(self._name, "starting")

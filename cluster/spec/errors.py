@@ -54,6 +54,10 @@ class QuarantineError(BatonError):
     """Too many quarantined pages, which peers may still write to: the replica must restart with new memory."""
 
 
+class SystemLostError(BatonError):
+    """The actor system has died, so that no process can be started or ended any more."""
+
+
 class PeerLostError(BatonError):
     """Secondary error: a worker of the replica was lost, and that worker's own error is the cause."""
 

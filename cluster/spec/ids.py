@@ -38,6 +38,10 @@ def is_router(name: str) -> bool:
     return name == ROUTER or re.fullmatch(rf"{ROUTER}-\d{{1,9}}", name) is not None
 
 
+def is_replica(name: str) -> bool:
+    return _REPLICA_ID.match(name) is not None
+
+
 def replica_id(role: str, index: int) -> ReplicaId:
     """Return the id of the index-th replica of a role.
 

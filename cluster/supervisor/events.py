@@ -90,6 +90,11 @@ class TableSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class TableUnchanged:
+    """The bootstrap service answered that the rank table has not changed."""
+
+
+@dataclass(frozen=True, slots=True)
 class TableLost:
     """The bootstrap service did not respond with a table."""
 
@@ -100,6 +105,21 @@ class RouterSeen:
 
     name: str
     responds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Examined(_OfStart):
+    """The actor system's answer about the processes of a silent member."""
+
+    lives: bool | None
+    """False if one has ended; None if the actor system does not answer, which proves nothing about the member."""
+
+
+@dataclass(frozen=True, slots=True)
+class SystemLost:
+    """The actor system has died, and with it every way to start and end processes."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +161,11 @@ Event = (
     | Drained
     | Stopped
     | TableSeen
+    | TableUnchanged
     | TableLost
     | RouterSeen
+    | Examined
+    | SystemLost
     | CommandReceived
     | Placed
     | ReplicaDrained
@@ -161,6 +184,11 @@ class Start(_OfStart):
 @dataclass(frozen=True, slots=True)
 class End(_OfStart):
     """Kill a member's processes; answer with Ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examine(_OfStart):
+    """Ask the actor system whether a silent member's processes live; answer with Examined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +271,7 @@ class Answer:
 Action = (
     Start
     | End
+    | Examine
     | Prove
     | MarkEnded
     | Announce

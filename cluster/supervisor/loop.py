@@ -111,7 +111,7 @@ class Supervisor:
             answer = self._carry_out(action, launcher)
         except Exception as error:  # the supervisor must learn that the action has ended
             answer = _answer_to_failure(action, error)
-            if not isinstance(action, events.Start | events.Place):
+            if not isinstance(action, events.Start | events.Place | events.Examine):
                 self._report(f"{type(action).__name__}: {_describe(error)}")
         if answer is not None:
             self.post(answer)
@@ -123,6 +123,8 @@ class Supervisor:
                 return events.Started(name, incarnation)
             case events.End(name, incarnation):
                 return events.Ended(name, incarnation, launcher.end(name, incarnation))
+            case events.Examine(name, incarnation):
+                return events.Examined(name, incarnation, launcher.lives(name))
             case events.Prove(name, incarnation):
                 return self._prove(name, incarnation, launcher)
             case events.MarkEnded(name, incarnation, proven):
@@ -177,6 +179,8 @@ def _answer_to_failure(action: Action, error: Exception) -> Event | None:
             return events.Failed(name, incarnation, error)
         case events.End(name, incarnation):
             return events.Ended(name, incarnation, False)
+        case events.Examine(name, incarnation):
+            return events.Examined(name, incarnation, None)
         case events.Place():
             return events.Placed(error if isinstance(error, BatonError) else BatonError(_describe(error)))
         case events.DrainReplica(name, incarnation):

@@ -178,10 +178,10 @@ def _drain(cluster: Cluster, member: Member) -> events.DrainReplica:
 
 
 def _failed_with(cluster: Cluster, opened: OpenCommand, event: Event) -> str | None:
-    """Return the first of the command's replicas that failed: reported by a Failed, or found silent at a Tick."""
-    names = {event.name} & opened.at_work if isinstance(event, events.Failed) else opened.at_work
-    is_due = isinstance(event, events.Failed | events.Tick)
-    return next((name for name in sorted(names) if is_due and _has_failed(cluster, name)), None)
+    """Return the command's replica that failed with this event: reported by a Failed, or found silent."""
+    if not isinstance(event, events.Failed | events.Examined) or event.name not in opened.at_work:
+        return None
+    return event.name if _has_failed(cluster, event.name) else None
 
 
 def _has_failed(cluster: Cluster, name: str) -> bool:

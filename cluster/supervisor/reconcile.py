@@ -1,15 +1,15 @@
 """Rules of the supervisor, with one pure function per event. The types are in state.py.
 
-A process that hangs, or whose machine is lost, does not report its end. The rank table shows which replicas are
-silent. The bootstrap service and the routers are checked directly.
+A process that hangs, or whose machine is lost, does not report its end, but falls silent; silence.py has the rules.
+Before a silent member is ended, the actor system is asked about its processes: if it does not answer either, the fault
+may be nearer to the driver.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.launch.services import BOOTSTRAP
-from cluster.spec.errors import PeerLostError
-from cluster.spec.ids import Incarnation, is_router
+from cluster.spec.errors import PeerLostError, SystemLostError
+from cluster.spec.ids import Incarnation
 from cluster.supervisor import events
 from cluster.supervisor.events import Action, Event
 from cluster.supervisor.operate import (
@@ -21,12 +21,19 @@ from cluster.supervisor.operate import (
     on_replica_drained,
     on_replica_resumed,
 )
-from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, Member, MemberState, Now, Phase, Silence
+from cluster.supervisor.silence import (
+    examine_overdue,
+    on_router_seen,
+    on_table_answered,
+    on_table_lost,
+    on_table_seen,
+    restart_after_suspension,
+    with_silence,
+)
+from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, MemberState, Now, Phase
 
 RESTART_BACKOFF_S = 1.0
 """Wait before the first restart of a failed replica. It is short because one restart is often enough."""
-MAX_LATE_S = 1.0
-"""Maximum delay of a check. A longer delay means that the driver itself was suspended."""
 
 
 def next_incarnation(previous: Incarnation, unix_ms: int) -> Incarnation:
@@ -41,10 +48,11 @@ def backoff_s(first_s: float, num_failures: int) -> float:
 
 def reconcile(cluster: Cluster, event: Event, now: Now) -> Step:
     """Return the state after an event and the actions to take. An event from an earlier incarnation changes nothing."""
-    cluster, reports = _restart_after_suspension(cluster, now)
+    cluster, reports = restart_after_suspension(cluster, now)
     cluster, actions = _react(cluster, event, now)
+    cluster, examinations = examine_overdue(cluster, now)
     cluster, more = advance(cluster, event)
-    return cluster, [*reports, *actions, *more]
+    return cluster, [*reports, *actions, *examinations, *more]
 
 
 def _react(cluster: Cluster, event: Event, now: Now) -> Step:
@@ -68,11 +76,17 @@ def _react(cluster: Cluster, event: Event, now: Now) -> Step:
             is_new = cluster.phase is not Phase.STOPPED
             return cluster.moved(Phase.STOPPED, "Stopped") if is_new else cluster, []
         case events.TableSeen():
-            return _on_table_seen(cluster, event, now), []
+            return on_table_seen(on_table_answered(cluster, now), event, now), []
+        case events.TableUnchanged():
+            return on_table_answered(cluster, now), []
         case events.TableLost():
-            return _on_table_lost(cluster, now), []
+            return on_table_lost(cluster, now), []
         case events.RouterSeen():
-            return _on_router_seen(cluster, event, now), []
+            return on_router_seen(cluster, event, now), []
+        case events.Examined():
+            return _on_examined(cluster, event, now)
+        case events.SystemLost():
+            return _on_system_lost(cluster, event)
         case events.CommandReceived():
             return on_command(cluster, event, now)
         case events.Placed():
@@ -85,14 +99,8 @@ def _react(cluster: Cluster, event: Event, now: Now) -> Step:
 
 def _on_tick(cluster: Cluster, now: Now) -> Step:
     actions: list[Action] = []
-    wake_s = cluster.next_wake_s()
-    if wake_s is None or wake_s > now.s:
+    if cluster.phase not in (Phase.STARTING, Phase.SERVING):
         return cluster, actions
-    for member, silence in cluster.silences():
-        if now.s >= silence.since_s + cluster.patience_s:
-            error = PeerLostError(f"{silence.reason} for longer than resources.silence_s allows")
-            cluster, more = _on_failed(cluster, events.Failed(member.name, member.incarnation, error), now)
-            actions += more
     for member in cluster.members.values():
         if member.state is MemberState.WAITING and member.wake_s <= now.s:
             incarnation = next_incarnation(member.incarnation, now.unix_ms)
@@ -205,54 +213,22 @@ def _on_drained(cluster: Cluster, event: events.Drained) -> Step:
     return cluster.moved(Phase.STOPPING, type(event).__name__), [events.Report(line), events.Stop()]
 
 
-def _restart_after_suspension(cluster: Cluster, now: Now) -> tuple[Cluster, list[Action]]:
-    """Restart every member's silence timer if the driver itself was suspended since the previous event."""
-    due_s, looked = cluster.next_look_s(), replace(cluster, looked_s=now.s)
-    if due_s is None or now.s <= due_s + MAX_LATE_S:
-        return looked, []
-    line = f"the driver was suspended for {now.s - due_s:.1f} s; the silence timers of all processes restart now"
-    silent = {name: replace(silence, since_s=now.s) for name, silence in cluster.silent.items()}
-    return replace(looked, silent=silent), [events.Report(line)]
+def _on_examined(cluster: Cluster, event: events.Examined, now: Now) -> Step:
+    """End a member that is still silent, unless the actor system does not answer either: then wait once more."""
+    silence = cluster.silent.get(event.name)
+    if silence is None or silence.incarnation != event.incarnation or not silence.is_examined:
+        return cluster, []
+    if event.lives is None:
+        line = f"{event.name}: {silence.reason}, but Ray does not answer either; waiting once more"
+        waiting = replace(silence, since_s=now.s, is_examined=False)
+        return with_silence(cluster, event.name, waiting), [events.Report(line)]
+    state = "its processes are alive" if event.lives else "a process of it has died"
+    error = PeerLostError(f"{silence.reason} for longer than resources.silence_s allows; {state}")
+    return _on_failed(cluster, events.Failed(event.name, event.incarnation, error), now)
 
 
-def _on_table_seen(cluster: Cluster, event: events.TableSeen, now: Now) -> Cluster:
-    """Mark the running replicas that are not ready as silent."""
-    silent = {
-        member.name: _silence(cluster, member, _reason(event.silent.get(member.name, ())), now)
-        for member in cluster.members.values()
-        if member.state in (MemberState.RUNNING, MemberState.DRAINING)
-        and member.name.startswith(("prefill-", "decode-"))
-        and (member.name, member.incarnation) not in event.ready
-    }
-    return replace(cluster, silent={**_routers_of(cluster), **silent}, draining=event.draining)
-
-
-def _on_table_lost(cluster: Cluster, now: Now) -> Cluster:
-    """Mark the bootstrap service as silent. Nothing is known about the replicas."""
-    return replace(cluster, silent={**_routers_of(cluster), **_unanswered(cluster, BOOTSTRAP, now)})
-
-
-def _on_router_seen(cluster: Cluster, event: events.RouterSeen, now: Now) -> Cluster:
-    others = {name: silence for name, silence in cluster.silent.items() if name != event.name}
-    return replace(cluster, silent=others if event.responds else {**others, **_unanswered(cluster, event.name, now)})
-
-
-def _unanswered(cluster: Cluster, name: str, now: Now) -> dict[str, Silence]:
-    member = cluster.members[name]
-    is_running = member.state is MemberState.RUNNING
-    return {name: _silence(cluster, member, "no response", now)} if is_running else {}
-
-
-def _routers_of(cluster: Cluster) -> dict[str, Silence]:
-    return {name: silence for name, silence in cluster.silent.items() if is_router(name)}
-
-
-def _silence(cluster: Cluster, member: Member, reason: str, now: Now) -> Silence:
-    known = cluster.silent.get(member.name)
-    since_s = known.since_s if known is not None and known.incarnation == member.incarnation else now.s
-    return Silence(member.incarnation, since_s, reason)
-
-
-def _reason(ranks: Sequence[int]) -> str:
-    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return f"no heartbeat from {names}" if ranks else "missing from the rank table"
+def _on_system_lost(cluster: Cluster, event: events.SystemLost) -> Step:
+    if cluster.phase in (Phase.KILLING, Phase.STOPPED):
+        return cluster, []
+    failed = replace(cluster.moved(Phase.KILLING, type(event).__name__), failure=SystemLostError(event.reason))
+    return failed, [events.Kill()]

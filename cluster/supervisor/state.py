@@ -59,8 +59,8 @@ class Phase(StrEnum):
 
 
 PHASE_MOVES: Moves[Phase] = {
-    Phase.STARTING: frozenset({Phase.SERVING, Phase.STOPPING}),
-    Phase.SERVING: frozenset({Phase.DRAINING}),
+    Phase.STARTING: frozenset({Phase.SERVING, Phase.STOPPING, Phase.KILLING}),
+    Phase.SERVING: frozenset({Phase.DRAINING, Phase.KILLING}),
     Phase.DRAINING: frozenset({Phase.STOPPING, Phase.KILLING}),
     Phase.STOPPING: frozenset({Phase.KILLING, Phase.STOPPED}),
     Phase.KILLING: frozenset({Phase.STOPPED}),
@@ -97,6 +97,8 @@ class Silence:
     incarnation: Incarnation
     since_s: float
     reason: str
+    is_examined: bool = False
+    """True while the actor system is asked about the member's processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,8 @@ class Cluster:
     """Maximum time for which a running member may be silent."""
     silent: Mapping[str, Silence] = field(default_factory=dict)
     looked_s: float = 0.0
+    answered_s: float = 0.0
+    """Time of the bootstrap service's latest answer. Nothing is known about the replicas after it."""
     draining: frozenset[tuple[str, Incarnation]] = frozenset()
     """Incarnations of replicas that, according to the rank table, take no new requests."""
     open_command: OpenCommand | None = None
@@ -155,8 +159,7 @@ class Cluster:
 
         Checks are frequent so that the driver notices its own suspension.
         """
-        patience_ends = [silence.since_s + self.patience_s for _, silence in self.silences()]
-        return min([*patience_ends, self.looked_s + LOOK_S]) if patience_ends else None
+        return self.looked_s + LOOK_S if self.silences() else None
 
     def silences(self) -> list[tuple[Member, Silence]]:
         """Return the silent members that may be restarted."""

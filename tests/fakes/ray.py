@@ -127,6 +127,12 @@ class FakeSystem:
             actor.die()
         return True
 
+    def live(self, actors: Sequence[Actor], timeout_s: float) -> bool:
+        return all(isinstance(actor, FakeActor) and actor.alive for actor in actors)
+
+    def why_lost(self) -> str:
+        return ""
+
     def living(self, prefix: str) -> list[FakeActor]:
         """Return the living actors whose names have a prefix."""
         return [actor for name, actor in self.actors.items() if actor.alive and name.startswith(prefix)]

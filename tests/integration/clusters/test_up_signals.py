@@ -1,8 +1,11 @@
 """Signals to `baton up` at any time: the driver stops its cluster in order and leaves nothing behind."""
 
 import os
+import re
 import signal
 import socket
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +14,16 @@ from select import select
 
 import pytest
 
-from tests.fakes.cluster import CTRL_C, IS_UP, START_S, up_command
+from tests.fakes.cluster import CTRL_C, IS_UP, START_S, free_port, is_listened, up_command
 from tests.leftovers import find_processes
 from tests.terminal import Terminal
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 MARK = "BATON_TEST_UP"
+SMALL = ("kv.memory_gib=0.05", "prefill.parallel.cp=1")
 STOP_S = 60.0
+HEAD_GONE_S = 30.0
 AT_ONCE_S = 14.0
 """Limit that is shorter than the wait of an orderly stop for an unresponsive Ray."""
 
@@ -34,8 +39,15 @@ def up(name: str, notes: Path, *options: str) -> Iterator[Terminal]:
 
 
 def _up_command(name: str, *options: str) -> list[str]:
-    small = ("kv.memory_gib=0.05", "prefill.parallel.cp=1")
-    return [*up_command("deploy/local-cpu.yaml", name, 0, *small), *options]
+    return [*up_command("deploy/local-cpu.yaml", name, 0, *SMALL), *options]
+
+
+def kill_daemon(name: str, parent: int) -> None:
+    """Kill a daemon of Ray that a process has started."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        fields = stat.read_text().split()
+        if fields[1] == f"({name})" and int(fields[3]) == parent:
+            os.kill(int(fields[0]), signal.SIGKILL)
 
 
 def _ray_folders(terminal: Terminal) -> list[Path]:
@@ -56,12 +68,9 @@ def test_signals_to_the_whole_group_while_serving(tmp_path: Path) -> None:
 def test_a_second_ctrl_c_stops_at_once_even_when_ray_has_died(tmp_path: Path) -> None:
     with up("test-twice", tmp_path) as terminal:
         terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            fields = stat.read_text().split()
-            if fields[1] == "(gcs_server)" and int(fields[3]) == terminal.pid:
-                os.kill(int(fields[0]), signal.SIGKILL)
         terminal.press(CTRL_C)
         terminal.wait_until(lambda: "draining" in terminal.output, STOP_S)
+        kill_daemon("gcs_server", terminal.pid)
         terminal.press(CTRL_C)
         assert terminal.wait(AT_ONCE_S) == 0, terminal.screen
 
@@ -86,6 +95,41 @@ def test_a_second_ctrl_c_is_final_while_a_ray_to_join_does_not_answer(tmp_path: 
                 time.sleep(1.0)  # any point in Ray's retries
                 terminal.press(CTRL_C)
             assert terminal.wait(AT_ONCE_S) == 128 + signal.SIGINT, terminal.screen
+
+
+@pytest.mark.parametrize(
+    ("daemon", "error"),
+    [
+        ("raylet", "the raylet of this machine has died, and with it all processes of the cluster here"),
+        ("gcs_server", "Ray's head node at 127.0.0.1:"),
+    ],
+)
+def test_the_death_of_a_ray_daemon_ends_the_driver_with_an_error(daemon: str, error: str, tmp_path: Path) -> None:
+    with up(f"test-{daemon[:3]}", tmp_path) as terminal:
+        terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
+        kill_daemon(daemon, terminal.pid)
+        assert terminal.wait(STOP_S) == 1, terminal.screen
+        assert terminal.output.rstrip().splitlines()[-1].startswith(f"error: {error}")
+
+
+@pytest.mark.full
+def test_the_death_of_the_head_of_a_joined_ray_ends_the_driver_with_an_error(tmp_path: Path) -> None:
+    port, head_port, env = free_port(), free_port(), {"RAY_AUTH_MODE": "disabled"}
+    address = f"127.0.0.1:{head_port}"
+    options = ["--num-cpus=4", "--disable-usage-stats", "--include-dashboard=false", "--dashboard-agent-listen-port=0"]
+    program = str(Path(sys.executable).with_name("ray"))
+    with tempfile.TemporaryDirectory(prefix="br-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        start = [program, "start", "--head", "--block", f"--port={head_port}", f"--temp-dir={folder}", *options]
+        with Terminal(start, env) as head:
+            head.wait_until(lambda: is_listened(f"tcp://{address}"), START_S)
+            command = up_command("deploy/local-cpu.yaml", "test-joined", port, *SMALL, arguments=["--address", address])
+            with Terminal(command, {**env, "XDG_RUNTIME_DIR": str(tmp_path)}) as terminal:
+                terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
+                kill_daemon("gcs_server", head.pid)
+                assert terminal.wait(STOP_S + HEAD_GONE_S) == 1, terminal.screen
+                # The command `ray start` ends its raylet too.
+                assert re.search(r"error: (Ray's head node at|the raylet of this machine)", terminal.output)
+                assert not is_listened(f"tcp://127.0.0.1:{port}")
 
 
 def test_a_killed_driver_leaves_nothing(tmp_path: Path) -> None:

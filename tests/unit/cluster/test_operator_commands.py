@@ -11,6 +11,7 @@ from cluster.supervisor.events import (
     DrainReplica,
     End,
     Ended,
+    Examined,
     MarkEnded,
     Outcome,
     Place,
@@ -22,6 +23,7 @@ from cluster.supervisor.events import (
     Started,
     StopRequested,
     TableSeen,
+    TableUnchanged,
     Tick,
 )
 from cluster.supervisor.state import MemberState, Phase
@@ -89,7 +91,8 @@ def test_an_order_ends_with_the_silence_of_its_replica(command: Command) -> None
     reported: list[Action] = []
     for _ in range(20):
         run.now_s += 1.0
-        reported += run.step(Tick())
+        reported += run.step(TableUnchanged())
+    reported += run.step(Examined("decode-0", run.incarnation("decode-0"), True))
     ((outcome, line),) = answers(reported)
     assert outcome is Outcome.FAILED
     assert line.startswith("decode-0: failed and is restarting: no heartbeat from rank 0")
