@@ -228,6 +228,29 @@ def test_lease_keeper_registers_renews_and_leaves(url: str, client: BootstrapCli
     assert client.table().replicas == ()
 
 
+def test_no_lease_expires_while_the_service_is_stalled(
+    url: str, client: BootstrapClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables: list[TableSnapshot] = []
+    registrar, follower = registrar_of(url, tables, []), follower_of(url, [])
+    registrar.start()
+    follower.start()
+    wait_until(lambda: tables and is_ready(tables[-1]))
+    version, snapshot = client.table().version, BootstrapTable.snapshot
+
+    def stall(table: BootstrapTable, now_s: float) -> TableSnapshot:
+        monkeypatch.setattr(BootstrapTable, "snapshot", snapshot)
+        time.sleep(3 * LEASE_S)
+        return snapshot(table, now_s)
+
+    monkeypatch.setattr(BootstrapTable, "snapshot", stall)
+    client.table()
+    time.sleep(1.5 * LEASE_S)
+    assert client.table().version == version, "no rank was taken for silent"
+    follower.stop()
+    registrar.stop()
+
+
 def test_lease_keeper_sends_urgent_heartbeats_immediately(url: str, client: BootstrapClient) -> None:
     load = [ReplicaLoad()]
     registrar = ReplicaRegistrar(url, TOKEN, RECORDS, lambda: load[-1], lambda _: None, 3600.0, lambda _: None)
