@@ -1,20 +1,24 @@
-"""Simulated bootstrap service: the real table behind calls that take time and can fail."""
+"""Simulated bootstrap service: the real table with its real clock, behind calls that take time and can fail."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.bootstrap.table import BootstrapTable, TableRefusedError
-from cluster.simulator.environment import HOME, Environment
+from cluster.bootstrap.table import LAG_S, BootstrapTable, TableRefusedError, WatchedTable
+from cluster.simulator.environment import HOME, Environment, Loop
 from cluster.spec.clock import LEASE_S
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.registry import TableSnapshot
 
 _POLL_S = 0.5
-"""Interval between lease checks, and between attempts to reach a disconnected watcher."""
+"""Interval between attempts to reach a disconnected watcher."""
+_CALL_TIMEOUT_S = 5.0
+_CATCH_UP_S = 0.3
+"""Maximum time until a service that was stalled has read a request that arrived meanwhile."""
 
 Answer = Callable[[TableRefusedError | PeerUnreachableError | None], None]
 OnTable = Callable[[TableSnapshot], None]
+Request = Callable[[BootstrapTable, float], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -25,28 +29,47 @@ class _Watcher:
     is_due: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    machine: str
+    request: Request
+    on_answer: Answer
+    is_answered: bool = False
+
+
 class Bootstrap:
-    """Bootstrap service that can die and restarts with an empty table."""
+    """Bootstrap service that can die and restarts with an empty table, and whose loop can stall."""
 
     def __init__(self, env: Environment) -> None:
-        self.table: BootstrapTable | None = None
-        """Current table; None while the service is down."""
         self._env = env
+        self._watched: WatchedTable | None = None
+        """Current table; None while the service is down."""
+        self._loop = Loop()
         self._watchers: list[_Watcher] = []
         self._snapshot: TableSnapshot | None = None
-        env.after(_POLL_S, self._poll)
 
     def start(self) -> None:
         """Serve a new table. As in the real service, its version numbers begin at the current time."""
-        self.table = BootstrapTable(LEASE_S, first_version=int(self._env.now_s() * 1000) + 1)
-        self._announce()
+        table = BootstrapTable(LEASE_S, first_version=int(self._env.now_s() * 1000) + 1)
+        self._watched, self._loop = WatchedTable(table, self._env.event_queue), Loop()
+        self._look(self._watched)
 
     def kill(self) -> None:
-        self.table = None
+        self._watched = None
 
-    def call(self, machine: str, request: Callable[[BootstrapTable], None], on_answer: Answer) -> None:
+    def stall(self) -> Callable[[], None]:
+        """Freeze the service; return a function that lets it catch up."""
+        loop = self._loop
+        loop.freeze()
+        return loop.thaw
+
+    def snapshot(self) -> TableSnapshot | None:
+        """Return the table; None while the service does not answer."""
+        return None if self._watched is None or self._loop.is_frozen else self._newest(self._watched)
+
+    def call(self, machine: str, request: Request, on_answer: Answer) -> None:
         """Call the table from a machine. ``on_answer`` gets None or the error."""
-        self._env.after(self._delay_s(machine), partial(self._serve, machine, request, on_answer))
+        self._env.after(self._delay_s(machine), partial(self._arrive, _Call(machine, request, on_answer)))
 
     def watch(self, machine: str, on_table: OnTable) -> Callable[[], None]:
         """Call ``on_table`` with new tables. Return a function that ends the watch."""
@@ -55,27 +78,45 @@ class Bootstrap:
         self._make_due(watcher)
         return partial(self._watchers.remove, watcher)
 
-    def _serve(self, machine: str, request: Callable[[BootstrapTable], None], on_answer: Answer) -> None:
-        answer: TableRefusedError | PeerUnreachableError | None = None
-        if self.table is None or self._env.network.is_partitioned(machine, HOME):
-            answer = PeerUnreachableError("the bootstrap service does not respond")
+    def _arrive(self, call: _Call) -> None:
+        if self._watched is None or self._env.network.is_cut(call.machine, HOME):
+            self._answer(call, PeerUnreachableError("the bootstrap service does not respond"))
+        elif self._loop.is_frozen:
+            watched = self._watched
+            delay_s = self._env.random.uniform(0, _CATCH_UP_S)
+            self._loop.run(lambda: self._env.after(delay_s, partial(self._serve, call, watched)))
+            error = PeerUnreachableError("the bootstrap service did not respond in time")
+            self._env.after(_CALL_TIMEOUT_S, partial(self._answer, call, error))
         else:
-            try:
-                request(self.table)
-            except TableRefusedError as error:
-                answer = error
-            self._announce()
-        self._env.after(self._delay_s(machine), partial(on_answer, answer))
+            self._serve(call, self._watched)
 
-    def _poll(self) -> None:
-        if self.table is not None:
-            self.table.expire(self._env.now_s())
+    def _serve(self, call: _Call, watched: WatchedTable) -> None:
+        if watched is not self._watched:
+            return
+        answer: TableRefusedError | PeerUnreachableError | None = None
+        try:
+            call.request(watched.table, watched.now_s())
+        except TableRefusedError as error:
+            answer = error
+        self._announce()
+        if self._env.network.is_cut(HOME, call.machine):
+            answer = PeerUnreachableError("the answer of the bootstrap service was lost")
+        self._answer(call, answer)
+
+    def _answer(self, call: _Call, answer: TableRefusedError | PeerUnreachableError | None) -> None:
+        if not call.is_answered:
+            call.is_answered = True
+            self._env.after(self._delay_s(call.machine), partial(call.on_answer, answer))
+
+    def _look(self, watched: WatchedTable) -> None:
+        if watched is self._watched:
+            watched.look()
             self._announce()
-        self._env.after(_POLL_S, self._poll)
+            self._env.after(LAG_S / 2, partial(self._loop.run, partial(self._look, watched)))
 
     def _announce(self) -> None:
         for watcher in self._watchers:
-            if self.table is not None and watcher.seen_version != self.table.version:
+            if self._watched is not None and watcher.seen_version != self._watched.table.version:
                 self._make_due(watcher)
 
     def _make_due(self, watcher: _Watcher) -> None:
@@ -86,18 +127,18 @@ class Bootstrap:
     def _show(self, watcher: _Watcher) -> None:
         if watcher not in self._watchers:
             return
-        if self.table is None or self._env.network.is_partitioned(watcher.machine, HOME):
+        snapshot = self.snapshot()
+        if snapshot is None or self._env.network.is_partitioned(watcher.machine, HOME):
             self._env.after(_POLL_S, partial(self._show, watcher))
             return
         watcher.is_due = False
-        if watcher.seen_version != self.table.version:
-            snapshot = self._newest(self.table)
+        if watcher.seen_version != snapshot.version:
             watcher.seen_version = snapshot.version
             watcher.on_table(snapshot)
 
-    def _newest(self, table: BootstrapTable) -> TableSnapshot:
-        if self._snapshot is None or self._snapshot.version != table.version:
-            self._snapshot = table.snapshot(self._env.now_s())
+    def _newest(self, watched: WatchedTable) -> TableSnapshot:
+        if self._snapshot is None or self._snapshot.version != watched.table.version:
+            self._snapshot = watched.table.snapshot(watched.now_s())
         return self._snapshot
 
     def _delay_s(self, machine: str) -> float:

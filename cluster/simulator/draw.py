@@ -1,10 +1,12 @@
 """Random scenarios: size, load and faults, drawn from a seed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
 from cluster.simulator.scenario import (
     COMMANDS,
+    OBSERVERS,
     PAGE_SIZE,
     VOCAB_SIZE,
     ClientRequest,
@@ -20,16 +22,27 @@ from cluster.spec.ids import Role, replica_id
 from cluster.spec.registry import KvOwnership, TransferMode, Verify
 from cluster.spec.strategy import DpPolicy
 
+_MILD_KINDS = (
+    FaultKind.KILL,
+    FaultKind.PAUSE,
+    FaultKind.DRAIN,
+    FaultKind.LOSE_MACHINE,
+    FaultKind.STALL,
+    FaultKind.HANG,
+)
+
 
 def draw_scenario(seed: int) -> Scenario:
-    """Return the scenario of a seed. One in eight is calm, and one in eight is mild."""
+    """Return the scenario of a seed. One in eight is calm, though observers may stall, and one in eight is mild."""
     random = Random(seed)
     shape = _draw_shape(random)
     requests = _draw_requests(random, shape)
     members = Scenario(seed=seed, shape=shape, requests=()).members
     kind = random.random()
     if kind < 0.125:
-        return Scenario(seed=seed, shape=shape, requests=requests, faults=_draw_commands(random, members))
+        stalls = tuple(_draw_stall(random, OBSERVERS) for _ in range(random.randint(0, 2)))
+        commands = _draw_commands(random, members)
+        return Scenario(seed=seed, shape=shape, requests=requests, faults=stalls + commands)
     if kind < 0.25:
         return draw_mild(random, Scenario(seed=seed, shape=shape, requests=requests))
     faults = tuple(_draw_fault(random, members) for _ in range(random.randint(0, 4)))
@@ -41,18 +54,23 @@ def draw_scenario(seed: int) -> Scenario:
 def draw_mild(random: Random, scenario: Scenario) -> Scenario:
     """Return a scenario with two replicas per role, and faults in the first of them only."""
     shape = replace(scenario.shape, num_prefill=2, num_decode=2)
-    kinds = (FaultKind.KILL, FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE)
-    faults = [
-        Fault(
-            kind=random.choice(kinds),
-            at_s=random.uniform(0, 10),
-            member=random.choice(["prefill-0", "decode-0"]),
-            rank=random.randrange(8),
-            duration_s=random.uniform(0.1, 12),
-        )
-        for _ in range(random.randint(1, 3))
-    ]
+    faults = [_draw_mild_fault(random) for _ in range(random.randint(1, 3))]
     return replace(scenario, shape=shape, faults=tuple(faults))
+
+
+def _draw_mild_fault(random: Random) -> Fault:
+    kind = random.choice([FaultKind.KILL, FaultKind.ONE_WAY, *_MILD_KINDS])
+    at_s, duration_s = random.uniform(0, 10), random.uniform(0.1, 12)
+    members = ["prefill-0", "decode-0"]
+    if kind is FaultKind.ONE_WAY:
+        member, other = random.sample([*members, "home"], 2)
+        # Some outlast every deadline.
+        duration_s = random.choice([duration_s, 120.0])
+        return Fault(kind=kind, at_s=at_s, member=member, other=other, duration_s=duration_s)
+    if kind is FaultKind.STALL:
+        members += OBSERVERS
+    member = random.choice(members)
+    return Fault(kind=kind, at_s=at_s, member=member, rank=random.randrange(8), duration_s=duration_s)
 
 
 def _draw_shape(random: Random) -> Shape:
@@ -131,15 +149,25 @@ def _draw_tokens(random: Random, count: int) -> bytes:
 
 def _draw_fault(random: Random, members: list[str]) -> Fault:
     kinds = [kind for kind in FaultKind if kind not in COMMANDS]
-    kind = random.choices(kinds, weights=[5, 3, 3, 1, 1])[0]
+    kind = random.choices(kinds, weights=[5, 3, 2, 2, 1, 3, 2, 1])[0]
     replicas = members[2:]
     at_s = random.uniform(0, 10)
     if kind is FaultKind.KILL:
         return Fault(kind=kind, at_s=at_s, member=random.choice(members), rank=random.randrange(8))
-    if kind is FaultKind.PARTITION:
+    if kind is FaultKind.STALL:
+        return _draw_stall(random, [*members, "driver"])
+    if kind is FaultKind.HANG:
+        return Fault(kind=kind, at_s=at_s, member=random.choice(members), rank=random.randrange(8))
+    if kind in (FaultKind.PARTITION, FaultKind.ONE_WAY):
         member, other = random.sample([*replicas, "home"], 2)
         return Fault(kind=kind, at_s=at_s, member=member, other=other, duration_s=random.uniform(0.1, 12))
     return Fault(kind=kind, at_s=at_s, member=random.choice(replicas), duration_s=random.uniform(0.1, 12))
+
+
+def _draw_stall(random: Random, members: Sequence[str]) -> Fault:
+    at_s, duration_s = random.uniform(0, 10), random.uniform(0.1, 12)
+    member, rank = random.choice(members), random.randrange(8)
+    return Fault(kind=FaultKind.STALL, at_s=at_s, member=member, rank=rank, duration_s=duration_s)
 
 
 def _draw_commands(random: Random, members: list[str]) -> tuple[Fault, ...]:

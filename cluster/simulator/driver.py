@@ -1,5 +1,6 @@
 """Driver in virtual time. The supervisor's real rules decide which members start and end."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 
@@ -7,14 +8,17 @@ from cluster.bootstrap.table import BootstrapTable
 from cluster.launch.services import BOOTSTRAP
 from cluster.launch.waits import DrainWatch
 from cluster.simulator.bootstrap import Bootstrap
-from cluster.simulator.environment import HOME, Environment
+from cluster.simulator.environment import HOME, Environment, Loop, Process
+from cluster.simulator.environment import Event as Task
 from cluster.simulator.leaders import make_records
+from cluster.simulator.memory import Violation
 from cluster.simulator.replica import Replica
 from cluster.simulator.router_process import RouterProcess
-from cluster.spec.clock import HEARTBEAT_S
+from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.messages import Drain, Resume
+from cluster.spec.registry import TableSnapshot
 from cluster.supervisor import events
 from cluster.supervisor.commands import Command
 from cluster.supervisor.events import Action, Event
@@ -31,9 +35,15 @@ _RETRY_S = 1.0
 DRAIN_S = 60.0
 """Maximum time for the open requests of a draining replica to end."""
 _POLL_S = 0.5
+_STEP_TIMEOUT_S = 8.0
+"""Time after which a rank that hangs ends itself, as ``workers.loop.watch`` does."""
+_CONVICTION_S = 3.0
+"""Time of regular heartbeats after which the supervisor must not take a replica for silent."""
 
 
 class Driver:
+    """Driver whose process can stall. Its calls of other processes then wait too."""
+
     def __init__(self, env: Environment) -> None:
         self.bootstrap = Bootstrap(env)
         self.router: RouterProcess | None = None
@@ -43,6 +53,7 @@ class Driver:
         self._unproven: dict[tuple[str, Incarnation], Replica] = {}
         """Replicas that were ended while their machine was unreachable, and may still be running."""
         self._env = env
+        self._loop = Loop()
         self._machines = count()
         self._commands = count()
         self._cluster = Cluster(
@@ -53,6 +64,7 @@ class Driver:
         self._seen_version = 0
         self.post(events.Tick())
         self._follow_table()
+        self._follow_router(responded=True)
 
     @property
     def is_serving(self) -> bool:
@@ -73,6 +85,31 @@ class Driver:
         return self._cluster.phase is Phase.STOPPED
 
     def post(self, event: Event) -> None:
+        self._loop.run(partial(self._handle, event))
+
+    def stall(self, member: str, rank: int) -> Callable[[], None]:
+        """Stall a process; return a function that lets it proceed. A rank that stalls for too long ends itself."""
+        if member == "driver":
+            self._loop.freeze()
+            return self._loop.thaw
+        if member == BOOTSTRAP:
+            return self.bootstrap.stall()
+        if member == ROUTER:
+            process: Process | None = self.router
+        else:
+            replica = self.replicas[member]
+            process = replica.ranks[rank % len(replica.ranks)]
+            self._env.after(_STEP_TIMEOUT_S, partial(self._watch_loop, replica, rank, process))
+        if process is None:
+            return lambda: None
+        process.stall()
+        return process.proceed
+
+    def _watch_loop(self, replica: Replica, rank: int, process: Process) -> None:
+        if process.is_stalled:
+            replica.kill_rank(rank)
+
+    def _handle(self, event: Event) -> None:
         now = Now(s=self._env.now_s(), unix_ms=int(self._env.now_s() * 1000))
         self._cluster, actions = reconcile(self._cluster, event, now)
         for action in actions:
@@ -81,13 +118,13 @@ class Driver:
         wake_s = self._cluster.next_wake_s()
         if wake_s is not None:
             # Slightly late, in case of rounding errors.
-            self._env.after(max(0.0, wake_s - now.s) + 1e-6, partial(self._wake, wake_s))
+            self._after(max(0.0, wake_s - now.s) + 1e-6, partial(self._wake, wake_s))
 
     def report_failed(self, name: str, incarnation: Incarnation, reason: str) -> None:
         self._post_later(2.0, events.Failed(name, incarnation, BatonError(reason)))
 
     def _post_later(self, longest_s: float, event: Event) -> None:
-        self._env.after(self._env.random.uniform(0.05, longest_s), partial(self.post, event))
+        self._after(self._env.random.uniform(0.05, longest_s), partial(self.post, event))
 
     def submit(self, command: Command) -> None:
         number = next(self._commands)
@@ -97,26 +134,66 @@ class Driver:
     def fail_member(self, name: str) -> None:
         self.report_failed(name, self._cluster.members[name].incarnation, "its process died")
 
+    def _after(self, delay_s: float, task: Task) -> None:
+        self._env.after(delay_s, partial(self._loop.run, task))
+
     def _follow_table(self) -> None:
-        table = self.bootstrap.table
-        if table is None:
-            self.post(events.TableLost())
-        elif table.version != self._seen_version:
-            self._seen_version = table.version
-            self.post(events.TableSeen.of(table.snapshot(self._env.now_s())))
-        self._env.after(_POLL_S, self._follow_table)
+        """Ask for the table again and again, as ``cluster.cli.up`` does."""
+        seen: list[TableSnapshot] = []
+
+        def read(table: BootstrapTable, now_s: float) -> None:
+            seen.append(table.snapshot(now_s))
+
+        def on_answer(answer: BatonError | None) -> None:
+            if answer is not None:
+                self.post(events.TableLost())
+            elif seen[0].version == self._seen_version:
+                self.post(events.TableUnchanged())
+            else:
+                self._seen_version = seen[0].version
+                self.post(events.TableSeen.of(seen[0]))
+            self._after(_POLL_S, self._follow_table)
+
+        self.bootstrap.call(HOME, read, lambda answer: self._loop.run(partial(on_answer, answer)))
+
+    def _follow_router(self, responded: bool) -> None:
+        """Check the router, as ``cluster.launch.services.follow_router`` does."""
+        is_over = False
+
+        def end(responds: bool) -> None:
+            nonlocal is_over
+            if is_over:
+                return
+            is_over = True
+            if not (responded and responds):
+                self.post(events.RouterSeen(ROUTER, responds))
+            self._after(HEARTBEAT_S, partial(self._follow_router, responds))
+
+        if self.router is None or self.router.is_dead:
+            end(False)
+        else:
+            self.router.when_running(partial(self._loop.run, partial(end, True)))
+            self._after(LEASE_S, partial(end, False))
 
     def _wake(self, wake_s: float) -> None:
         if self._cluster.next_wake_s() == wake_s:
             self.post(events.Tick())
 
+    def _examine(self, name: str, incarnation: Incarnation) -> None:
+        replica = self.replicas.get(name)
+        if replica is not None and (lasts_s := replica.leader.life.lasts_s()) > _CONVICTION_S:
+            raise Violation(f"{name} is taken for silent, but has sent heartbeats for {lasts_s:.1f} s")
+        self._post_later(2.0, events.Examined(name, incarnation, True))
+
     def _carry_out(self, action: Action) -> None:
         random = self._env.random
         match action:
             case events.Start(name, incarnation):
-                self._env.after(random.uniform(0.1, 1.5), partial(self._start, name, incarnation))
+                self._after(random.uniform(0.1, 1.5), partial(self._start, name, incarnation))
             case events.End(name, incarnation):
                 self._post_later(0.5, events.Ended(name, incarnation, self._end(name, incarnation)))
+            case events.Examine(name, incarnation):
+                self._examine(name, incarnation)
             case events.Prove(name, incarnation):
                 self._prove(name, incarnation)
             case events.MarkEnded(name, incarnation, proven):
@@ -126,7 +203,7 @@ class Driver:
                 watch = DrainWatch(ReplicaId(name), incarnation, HEARTBEAT_S)
                 self._wait_drained(watch, name, incarnation, self._env.now_s() + DRAIN_S)
             case events.Place():
-                self._env.after(random.uniform(0.01, 0.1), partial(self.post, events.Placed(None)))
+                self._after(random.uniform(0.01, 0.1), partial(self.post, events.Placed(None)))
             case events.ResumeReplica(name, incarnation):
                 self.replicas[name].leader.receive(Resume())
                 self._post_later(2.0, events.ReplicaResumed(name, incarnation, True))
@@ -139,12 +216,12 @@ class Driver:
 
     def _wait_drained(self, watch: DrainWatch, name: str, incarnation: Incarnation, end_s: float) -> None:
         """Wait until a replica is drained, as ``cluster.launch.waits`` does."""
-        now_s, table = self._env.now_s(), self.bootstrap.table
-        watch.saw(table.snapshot(now_s) if table is not None else None, now_s)
+        now_s = self._env.now_s()
+        watch.saw(self.bootstrap.snapshot(), now_s)
         if watch.is_over(now_s) or now_s >= end_s:
             self.post(events.ReplicaDrained(name, incarnation, watch.is_over(now_s)))
         else:
-            self._env.after(_POLL_S, partial(self._wait_drained, watch, name, incarnation, end_s))
+            self._after(_POLL_S, partial(self._wait_drained, watch, name, incarnation, end_s))
 
     def _start(self, name: str, incarnation: Incarnation) -> None:
         if name not in (BOOTSTRAP, ROUTER):
@@ -157,14 +234,14 @@ class Driver:
             self.bootstrap.start()
         else:
             self.router = RouterProcess(self._env, self.bootstrap, incarnation)
-        self._env.after(_READY_S, partial(self.post, events.Started(name, incarnation)))
+        self._after(_READY_S, partial(self.post, events.Started(name, incarnation)))
 
     def _wait_ready(self, name: str, incarnation: Incarnation, end_s: float) -> None:
         """Wait until a replica is ready, as ``cluster.launch.gang`` does. Half of the checks are delayed."""
 
         def poll() -> None:
-            table = self.bootstrap.table
-            entry = table.snapshot(self._env.now_s()).find(ReplicaId(name)) if table is not None else None
+            snapshot = self.bootstrap.snapshot()
+            entry = snapshot.find(ReplicaId(name)) if snapshot is not None else None
             if entry is not None and entry.ready and entry.incarnation == incarnation:
                 self.post(events.Started(name, incarnation))
             elif self._env.now_s() >= end_s:
@@ -173,7 +250,7 @@ class Driver:
                 self._wait_ready(name, incarnation, end_s)
 
         random = self._env.random
-        self._env.after(random.choice((_READY_S, random.uniform(_READY_S, _MAX_LATE_S))), poll)
+        self._after(random.choice((_READY_S, random.uniform(_READY_S, _MAX_LATE_S))), poll)
 
     def _machine_for(self, name: str) -> str:
         """Return the replica's previous machine, or a new one if an earlier incarnation may still be running there."""
@@ -203,18 +280,18 @@ class Driver:
     def _prove(self, name: str, incarnation: Incarnation) -> None:
         replica = self._unproven[name, incarnation]
         if self._env.network.is_partitioned(replica.machine, HOME):
-            self._env.after(_RETRY_S, partial(self._prove, name, incarnation))
+            self._after(_RETRY_S, partial(self._prove, name, incarnation))
         else:
             replica.kill()
             del self._unproven[name, incarnation]
             self.post(events.Proven(name, incarnation))
 
     def _mark_ended(self, replica: ReplicaId, incarnation: Incarnation, proven: bool) -> None:
-        def request(table: BootstrapTable) -> None:
+        def request(table: BootstrapTable, _: float) -> None:
             table.unregister(replica, incarnation, reaped=proven)
 
         def on_answer(answer: BatonError | None) -> None:
             if isinstance(answer, PeerUnreachableError):
-                self._env.after(_RETRY_S, partial(self._mark_ended, replica, incarnation, proven))
+                self._after(_RETRY_S, partial(self._mark_ended, replica, incarnation, proven))
 
-        self.bootstrap.call(HOME, request, on_answer)
+        self.bootstrap.call(HOME, request, lambda answer: self._loop.run(partial(on_answer, answer)))

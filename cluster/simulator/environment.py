@@ -100,7 +100,8 @@ class Network:
         self._trace = trace
         self._listeners: dict[str, Deliver] = {}
         self._connections: dict[tuple[str, str], _Connection] = {}
-        self._partitions: Counter[frozenset[str]] = Counter()
+        self._cuts: Counter[tuple[str, str]] = Counter()
+        """Number of open faults by (source, target) machine."""
 
     def listen(self, address: str, deliver: Deliver) -> None:
         """Deliver the messages to this address from now on, including those already waiting."""
@@ -116,16 +117,21 @@ class Network:
             while len(connection.pending) > left:
                 connection.pending.pop()
 
+    def is_cut(self, source: str, target: str) -> bool:
+        """Return whether messages from one machine do not reach another."""
+        return bool(self._cuts) and (source, target) in self._cuts
+
     def is_partitioned(self, machine: str, other: str) -> bool:
-        return bool(self._partitions) and frozenset((machine, other)) in self._partitions
+        """Return whether what needs both directions, such as a write with its acknowledgement, fails."""
+        return self.is_cut(machine, other) or self.is_cut(other, machine)
 
-    def partition(self, machine: str, other: str) -> None:
-        """Partition two machines until every partition between them has healed."""
-        self._partitions[frozenset((machine, other))] += 1
+    def cut(self, *directions: tuple[str, str]) -> None:
+        """Cut directions from one machine to another until every cut of them has healed."""
+        self._cuts.update(directions)
 
-    def heal(self, machine: str, other: str) -> None:
-        self._partitions.subtract([frozenset((machine, other))])
-        self._partitions += Counter()
+    def heal(self, *directions: tuple[str, str]) -> None:
+        self._cuts.subtract(directions)
+        self._cuts += Counter()
         self._resume()
 
     def delay_s(self, crosses: bool) -> float:
@@ -170,7 +176,7 @@ class Network:
         if not connection.pending:
             return
         deliver = self._listeners.get(connection.address)
-        if deliver is None or self.is_partitioned(connection.source, machine_of(connection.address)):
+        if deliver is None or self.is_cut(connection.source, machine_of(connection.address)):
             connection.num_stalled += 1
             return
         message = connection.pending.popleft()
@@ -214,16 +220,44 @@ class Environment:
         return self._texts[room]
 
 
+class Loop:
+    """Event handling that can freeze. All events that arrived meanwhile run when it continues."""
+
+    def __init__(self) -> None:
+        self._num_freezes = 0
+        self._waiting: list[Event] = []
+
+    @property
+    def is_frozen(self) -> bool:
+        return self._num_freezes > 0
+
+    def run(self, event: Event) -> None:
+        if self.is_frozen:
+            self._waiting.append(event)
+        else:
+            event()
+
+    def freeze(self) -> None:
+        """Freeze until every freeze has ended."""
+        self._num_freezes += 1
+
+    def thaw(self) -> None:
+        self._num_freezes -= 1
+        if not self.is_frozen:
+            waiting, self._waiting = self._waiting, []
+            for event in waiting:
+                self.run(event)
+
+
 class Process(ABC):
-    """Process with an address, which can be paused and killed."""
+    """Process with an address, which can be paused and killed, and whose loop can stall while its threads run."""
 
     def __init__(self, env: Environment, address: str) -> None:
         self.env = env
         self.address = address
         self.is_dead = False
-        self._is_paused = False
-        self._waiting: list[Event] = []
-        """Events that run when the process resumes."""
+        self._threads = Loop()
+        self._loop = Loop()
         env.network.listen(address, self.receive)
 
     @abstractmethod
@@ -234,30 +268,43 @@ class Process(ABC):
         self.env.network.send(self.address, address, message)
 
     def when_running(self, event: Event) -> None:
-        """Run an event unless the process is dead. A paused process runs it when it resumes."""
-        if self._is_paused:
-            self._waiting.append(event)
-        elif not self.is_dead:
-            event()
+        """Run an event in the process's loop, now or when it continues, unless the process is dead."""
+        self.in_thread(partial(self._loop.run, partial(self._unless_dead, event)))
+
+    def in_thread(self, event: Event) -> None:
+        """Run an event in a thread of the process, which goes on while the loop is stalled."""
+        self._threads.run(partial(self._unless_dead, event))
 
     def after(self, delay_s: float, event: Event) -> None:
         self.env.after(delay_s, partial(self.when_running, event))
 
-    def every(self, interval_s: float, event: Event) -> None:
-        self.when_running(event)
+    def every(self, interval_s: float, event: Event, run: Callable[[Event], None] | None = None) -> None:
+        """Run an event regularly in the loop, or by ``run``."""
+        (run or self.when_running)(event)
         if not self.is_dead:
-            self.env.after(interval_s, partial(self.every, interval_s, event))
+            self.env.after(interval_s, partial(self.every, interval_s, event, run))
 
     def pause(self) -> None:
-        self._is_paused = True
+        self._threads.freeze()
 
     def resume(self) -> None:
-        self._is_paused = False
-        waiting, self._waiting = self._waiting, []
-        for event in waiting:
-            self.when_running(event)
+        self._threads.thaw()
+
+    @property
+    def is_stalled(self) -> bool:
+        return self._loop.is_frozen
+
+    def stall(self) -> None:
+        self._loop.freeze()
+
+    def proceed(self) -> None:
+        self._loop.thaw()
 
     def kill(self) -> None:
         self.env.trace.add(self.address, "dies")
         self.is_dead = True
         self.env.network.remove(self.address)
+
+    def _unless_dead(self, event: Event) -> None:
+        if not self.is_dead:
+            event()

@@ -66,7 +66,7 @@ class RankProcess(Process):
             region=memoryview(self.memory.pool),
             config=TransferConfig(mode=shape.mode, verify=shape.verify),
             outbox=self,
-            start_writer=partial(VirtualWriter, env, self.memory, self.when_running),
+            start_writer=partial(VirtualWriter, env, self.memory, self.in_thread),
             least_span_bytes=1,
         )
         self.tier_worker = VirtualTierWorker(self, leader.address, records, self.memory, self._on_layers)

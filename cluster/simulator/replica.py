@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, records_digest
 from cluster.simulator.bootstrap import Bootstrap
-from cluster.simulator.environment import Environment, machine_of
+from cluster.simulator.environment import HOME, Environment, machine_of
 from cluster.simulator.leaders import make_leader, shard_of, step_depth
 from cluster.simulator.promises import deliver_to_leader
 from cluster.simulator.rank_process import Follower, RankProcess
@@ -52,6 +52,7 @@ class LeaderProcess(RankProcess):
         self._bootstrap = bootstrap
         self._on_refused = on_refused
         self._load = ReplicaLoad()
+        self.life = Life(env, machine_of(self.address))
         self.num_kv_events: dict[str, int] = {}
         """Number of KV event messages by router address, counted from the message that lists the complete cache."""
         self._outgoing: list[tuple[str, Message]] = []
@@ -59,7 +60,7 @@ class LeaderProcess(RankProcess):
         self._unwatch = bootstrap.watch(
             machine_of(self.address), lambda snapshot: self.receive(TableUpdate(snapshot=snapshot))
         )
-        self.every(HEARTBEAT_S, self._beat)
+        self.every(HEARTBEAT_S, self._beat, self.in_thread)
         self.every(IDLE_WAIT_S, self._run_round)
 
     @property
@@ -145,10 +146,11 @@ class LeaderProcess(RankProcess):
                 self.env.tickets.check_start(message.room)
 
     def _beat(self) -> None:
+        self.life.beat()
         self._load = self.leader.load()
         self._bootstrap.call(machine_of(self.address), self._renew, self._on_answer)
 
-    def _renew(self, table: BootstrapTable) -> None:
+    def _renew(self, table: BootstrapTable, now_s: float) -> None:
         """Send a heartbeat, as the lease renewer does. If the table does not know the records, register them first."""
         first = self.records[0]
         heartbeat = Heartbeat(
@@ -158,15 +160,15 @@ class LeaderProcess(RankProcess):
             load=self._load,
         )
         try:
-            table.heartbeat(heartbeat, self.env.now_s())
+            table.heartbeat(heartbeat, now_s)
         except TableRefusedError as error:
             if error.code is not RefusalCode.UNKNOWN_RANKS:
                 raise
             for record in self.records:
                 table.register(record)
-            table.heartbeat(heartbeat, self.env.now_s())
+            table.heartbeat(heartbeat, now_s)
         for record in self.records[1:]:  # all ranks of a replica pause together
-            table.alive(record.replica, record.incarnation, record.global_rank, self.env.now_s())
+            table.alive(record.replica, record.incarnation, record.global_rank, now_s)
 
     def _on_answer(self, answer: TableRefusedError | PeerUnreachableError | None) -> None:
         if isinstance(answer, TableRefusedError) and not self.is_dead:
@@ -208,6 +210,25 @@ def _send_late_message(env: Environment, ticket: Ticket, page_bytes: int) -> Non
 
 def _earlier(peer: Peer) -> Peer:
     return replace(peer, incarnation=Incarnation(peer.incarnation - 1))
+
+
+class Life:
+    """Heartbeats of a replica as nobody in the cluster can know them."""
+
+    def __init__(self, env: Environment, machine: str) -> None:
+        self._env, self._machine = env, machine
+        self._begun_s = self._beat_s = env.now_s()
+
+    def beat(self) -> None:
+        now_s = self._env.now_s()
+        if now_s > self._beat_s + 1.5 * HEARTBEAT_S or self._env.network.is_partitioned(self._machine, HOME):
+            self._begun_s = now_s
+        self._beat_s = now_s
+
+    def lasts_s(self) -> float:
+        """Return for how long the heartbeats have been regular and not cut off; 0 if they have stopped."""
+        has_stopped = self._env.now_s() > self._beat_s + 1.5 * HEARTBEAT_S
+        return 0.0 if has_stopped else self._beat_s - self._begun_s
 
 
 class Replica:

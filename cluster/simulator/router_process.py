@@ -35,6 +35,8 @@ from router.request import (
 _POLL_S = 0.25
 """Interval between deadline checks."""
 
+_MAX_UNANSWERED = 2
+
 _SESSIONS = ("", "a", "b")
 
 
@@ -83,29 +85,44 @@ class RouterProcess(Process):
         load, breakers = LoadBook(), Breakers()
         self._picker = picker = Picker(config, self.directory, load, breakers, env.random)
         self.known_pages = KnownPages(me, self.directory, picker, self.send)
-        self.requests = RequestTable(me, load, breakers, picker.pick, lambda: Room(env.random.getrandbits(62) + 1))
+        self.requests = RequestTable(
+            me,
+            load,
+            breakers,
+            picker.pick,
+            lambda: Room(env.random.getrandbits(62) + 1),
+            max_unanswered=_MAX_UNANSWERED,
+        )
         self._cancel_check = CancelCheck()
         self._first: ChoiceId | None = None
         """Latest request that is the first choice of its prompt."""
         self._first_prompt = b""
         self._clients: dict[ChoiceId, Client] = {}
-        self._unwatch = bootstrap.watch(HOME, self._on_table)
+        self._connected: list[Client] = []
+        """Clients whose requests have not been read."""
+        self._unwatch = bootstrap.watch(HOME, lambda snapshot: self.when_running(partial(self._on_table, snapshot)))
         self.every(_POLL_S, self._poll)
 
     @property
     def is_idle(self) -> bool:
         """Return whether no request is open or counted as load."""
-        return not self._clients and not self.requests.num_open and not self.requests.load.lines()
+        is_open = self._connected or self._clients or self.requests.num_open
+        return not is_open and not self.requests.load.lines()
 
     def kill(self) -> None:
         if self.is_dead:
             return
         super().kill()
         self._unwatch()
-        for client in self._clients.values():
+        for client in (*self._connected, *self._clients.values()):
             client.finish(End.DISCONNECTED)
 
-    def open(self, client: Client) -> None:
+    def connect(self, client: Client) -> None:
+        self._connected.append(client)
+        self.when_running(partial(self._open, client))
+
+    def _open(self, client: Client) -> None:
+        self._connected.remove(client)
         if not all(self.directory.ready(role) for role in Role):
             client.finish(End.REFUSED)
             return
@@ -122,6 +139,9 @@ class RouterProcess(Process):
             self.after(client.request.patience_s, partial(self._leave, choice_id))
 
     def receive(self, message: Message) -> None:
+        self.when_running(partial(self._handle, message))
+
+    def _handle(self, message: Message) -> None:
         match message:
             case Output():
                 self._cancel_check.note_received(message)

@@ -30,8 +30,14 @@ class FaultKind(StrEnum):
     """All processes of a replica pause for a while."""
     PARTITION = "partition"
     """Two machines cannot reach each other for a while."""
+    ONE_WAY = "one_way"
+    """Messages from one machine do not reach another for a while, but those in the other direction do."""
     LOSE_MACHINE = "lose_machine"
     """A replica's machine becomes unreachable from home. Its processes continue, or pause for a while."""
+    STALL = "stall"
+    """The loop of one process freezes for a while, and then handles everything that has arrived meanwhile."""
+    HANG = "hang"
+    """A process takes connections and messages, but reads none of them until it is replaced."""
     DRAIN = "drain"
     """A replica is drained."""
     RESTART = "restart"
@@ -44,7 +50,19 @@ class FaultKind(StrEnum):
 
 COMMANDS = frozenset({FaultKind.RESTART, FaultKind.SCALE, FaultKind.STAND_BY})
 """Faults that are operator commands; no component fails in them."""
-_MILD = frozenset({FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE})
+_MILD = frozenset(
+    {
+        FaultKind.KILL,
+        FaultKind.PAUSE,
+        FaultKind.ONE_WAY,
+        FaultKind.LOSE_MACHINE,
+        FaultKind.STALL,
+        FaultKind.HANG,
+        FaultKind.DRAIN,
+    }
+)
+OBSERVERS = ("bootstrap", "driver")
+"""Processes that judge others and serve no requests. If only they stall, nothing else may fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +73,7 @@ class Fault:
     other: str = ""
     """Other side of a partition. ``home`` is where the supervisor, the bootstrap service and the router run."""
     rank: int = 0
-    """Rank of the process that dies."""
+    """Rank of the process that dies, stalls or hangs."""
     duration_s: float = 0.0
 
 
@@ -147,7 +165,7 @@ class Shape:
     verify: Verify = Verify.COUNTS
     transfer_timeout_s: float = 5.0
     quarantine_limit: float = QUARANTINE_LIMIT
-    request_timeout_s: float = 30.0
+    request_timeout_s: float = 45.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +180,11 @@ class Scenario:
 
     @property
     def is_calm(self) -> bool:
-        """Return whether nothing fails. Every request must then be answered, whatever commands an operator gives."""
-        return self.hazards == Hazards() and all(fault.kind in COMMANDS for fault in self.faults)
+        """Return whether at most observers stall. Every request must then be answered, whatever an operator does."""
+        return self.hazards == Hazards() and all(
+            fault.kind in COMMANDS or (fault.kind is FaultKind.STALL and fault.member in OBSERVERS)
+            for fault in self.faults
+        )
 
     @cached_property
     def is_mild(self) -> bool:
@@ -171,7 +192,7 @@ class Scenario:
 
         Every request must then be answered.
         """
-        faulty = {fault.member for fault in self.faults} - {"bootstrap"}
+        faulty = {name for fault in self.faults for name in (fault.member, fault.other)} - {*OBSERVERS, "home"}
         healthy = set(self.members) - faulty
         return (
             self.hazards == Hazards()

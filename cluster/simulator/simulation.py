@@ -42,8 +42,15 @@ class Faults:
                 self._env.after(fault.duration_s, self._end_fault)
             case FaultKind.PARTITION:
                 self._partition(self._machine(fault.member), self._machine(fault.other), fault.duration_s)
+            case FaultKind.ONE_WAY:
+                directions = (self._machine(fault.member), self._machine(fault.other))
+                self._cut(fault.duration_s, directions)
             case FaultKind.LOSE_MACHINE:
                 self._lose_machine(fault)
+            case FaultKind.STALL:
+                self._stall(fault, fault.duration_s)
+            case FaultKind.HANG:
+                self._stall(fault, None)
             case FaultKind.DRAIN:
                 self._driver.replicas[fault.member].leader.receive(Drain())
                 self._end_fault()
@@ -74,6 +81,19 @@ class Faults:
             driver.replicas[fault.member].kill_rank(fault.rank)
         self._end_fault()
 
+    def _stall(self, fault: Fault, duration_s: float | None) -> None:
+        """Stall a loop for a while or, without a duration, until its process is replaced."""
+        proceed = self._driver.stall(fault.member, fault.rank)
+        if duration_s is None:
+            self._end_fault()
+            return
+
+        def end() -> None:
+            proceed()
+            self._end_fault()
+
+        self._env.after(duration_s, end)
+
     def _pause(self, replica: Replica, duration_s: float) -> None:
         for rank in (ranks := replica.ranks):
             rank.pause()
@@ -92,11 +112,14 @@ class Faults:
             self._pause(replica, random.uniform(0, lost_s))
 
     def _partition(self, machine: str, other: str, duration_s: float) -> None:
+        self._cut(duration_s, (machine, other), (other, machine))
+
+    def _cut(self, duration_s: float, *directions: tuple[str, str]) -> None:
         network = self._env.network
-        network.partition(machine, other)
+        network.cut(*directions)
 
         def heal() -> None:
-            network.heal(machine, other)
+            network.heal(*directions)
             self._end_fault()
 
         self._env.after(duration_s, heal)
@@ -166,7 +189,7 @@ class Simulation:
         if router is None or router.is_dead:
             client.finish(End.DISCONNECTED, "connection refused")
         else:
-            router.open(client)
+            router.connect(client)
 
     def _run_until(self, is_reached: Callable[[], bool]) -> bool:
         """Run events until a condition holds. Return False if the time limit is reached first."""

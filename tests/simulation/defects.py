@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from cluster.bootstrap.table import WatchedTable
 from cluster.launch.services import BOOTSTRAP
 from cluster.launch.waits import DrainWatch
 from cluster.simulator.rank_process import Follower
@@ -14,9 +15,9 @@ from cluster.simulator.replica import Replica
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Room
 from cluster.spec.messages import Message, Submit
 from cluster.spec.tiers import TierJobResult
-from cluster.spec.transfer_messages import Done, Drained, PageDigests, Revoke
-from cluster.supervisor import reconcile
-from cluster.supervisor.events import End, Ended, Failed, Prove, Started
+from cluster.spec.transfer_messages import Done, Drained, PageDigests, Revoke, Ticket
+from cluster.supervisor import reconcile, silence
+from cluster.supervisor.events import Action, End, Ended, Failed, Prove, Started
 from cluster.supervisor.operate import Step
 from cluster.supervisor.state import Cluster, Now
 from transfer.page_assignment import owned_pages
@@ -265,6 +266,37 @@ def prove_only_starts_known_to_the_driver(patch: Patch) -> None:
 
     patch.setattr(reconcile, "_on_started", start)
     patch.setattr(reconcile, "_on_ended", end)
+
+
+def judge_leases_by_the_clock(patch: Patch) -> None:
+    """The bootstrap service counts the time for which it was stalled itself."""
+    patch.setattr(WatchedTable, "now_s", lambda self: self._clock.now_s())
+
+
+def judge_silence_by_the_clock(patch: Patch) -> None:
+    """The supervisor counts the time for which it, or its view of the table, was stalled."""
+    examine = silence.examine_overdue
+
+    def examine_at_once(cluster: Cluster, now: Now) -> tuple[Cluster, list[Action]]:
+        return examine(dataclasses.replace(cluster, answered_s=now.s), now)
+
+    def answer(cluster: Cluster, now: Now) -> Cluster:
+        return dataclasses.replace(cluster, answered_s=now.s)
+
+    patch.setattr(reconcile, "examine_overdue", examine_at_once)
+    patch.setattr(reconcile, "on_table_answered", answer)
+    patch.setattr(reconcile, "restart_after_suspension", lambda it, now: (dataclasses.replace(it, looked_s=now.s), []))
+
+
+def repeat_tickets_for_ever(patch: Patch) -> None:
+    """Decode waits for a prefill replica that answers others, but not its tickets."""
+    send = ReceiverSession._send_ticket
+
+    def send_without_counting(self: ReceiverSession, now_s: float) -> Ticket:
+        self._num_unanswered = 0
+        return send(self, now_s)
+
+    patch.setattr(ReceiverSession, "_send_ticket", send_without_counting)
 
 
 def keep_no_tombstones(patch: Patch) -> None:

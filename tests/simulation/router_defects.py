@@ -22,14 +22,14 @@ def reuse_a_room(patch: Patch) -> None:
     make = RequestTable.__init__
 
     def make_with_numbers(
-        self: RequestTable, me: Peer, load: LoadBook, breakers: Breakers, pick: Pick, _: object
+        self: RequestTable, me: Peer, load: LoadBook, breakers: Breakers, pick: Pick, _: object, max_unanswered: int
     ) -> None:
         def draw() -> Room:
             return next(
                 room for room in map(Room, count(1)) if not (self.is_open(ChoiceId(room)) or self.is_under_way(room))
             )
 
-        make(self, me, load, breakers, pick, draw)
+        make(self, me, load, breakers, pick, draw, max_unanswered=max_unanswered)
 
     patch.setattr(RequestTable, "__init__", make_with_numbers)
 
@@ -104,6 +104,18 @@ def retry_where_it_failed(patch: Patch) -> None:
 
 def never_inquire(patch: Patch) -> None:
     patch.setattr(RequestTable, "_inquire", lambda _self, _now_s: [])
+
+
+def inquire_for_ever(patch: Patch) -> None:
+    """The router waits for a decode replica that answers others, but not its inquiries."""
+    inquire = RequestTable._inquire
+
+    def inquire_without_counting(self: RequestTable, now_s: float) -> list[Action]:
+        for request in self._open.values():
+            request.num_unanswered = 0
+        return inquire(self, now_s)
+
+    patch.setattr(RequestTable, "_inquire", inquire_without_counting)
 
 
 def answer_no_inquiry(patch: Patch) -> None:

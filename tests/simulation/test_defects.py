@@ -22,6 +22,7 @@ NEVER_ENDS = r"still open"
 DEADLINE = r"a deadline ended"
 FAILS_IN_CALM = r"nothing failed"
 FAILS_IN_MILD = r"a replica of each role had no fault"
+TAKEN_FOR_SILENT = r"is taken for silent, but has sent heartbeats"
 NOT_CANCELLED = r"no Cancel was sent to"
 OTHER_START = r"for another incarnation of this replica"
 FOREIGN_PAGE = rf"{EARLY_READ}|under the key of another|is not held by exactly one sequence|before it is filled"
@@ -125,6 +126,36 @@ def machine_lost_at_the_start(scenario: Scenario) -> Scenario:
         Fault(kind=FaultKind.KILL, at_s=17, member="prefill-0"),
     )
     return replace(scenario, shape=shape, requests=requests, faults=faults, hazards=Hazards(slowness=30.0))
+
+
+def stalled_table(scenario: Scenario) -> Scenario:
+    """The bootstrap service is stalled until requests arrive."""
+    shape = replace(scenario.shape, num_prefill=2, num_decode=2)
+    requests = tuple(replace(each, at_s=7.9 + each.at_s / 80, patience_s=None) for each in scenario.requests)
+    stall = Fault(kind=FaultKind.STALL, at_s=2, member="bootstrap", duration_s=6.0)
+    return replace(scenario, shape=shape, requests=requests, faults=(stall,), hazards=Hazards())
+
+
+def stalled_driver(scenario: Scenario) -> Scenario:
+    """The driver stalls when it has seen a silent replica, which shows life again meanwhile."""
+    pause = Fault(kind=FaultKind.PAUSE, at_s=2, member="prefill-0", duration_s=4.2)
+    stall = Fault(kind=FaultKind.STALL, at_s=5.9, member="driver", duration_s=8.0)
+    return replace(scenario, faults=(pause, stall), hazards=Hazards())
+
+
+def _one_way(scenario: Scenario, member: str, other: str) -> Scenario:
+    shape = replace(scenario.shape, num_prefill=2, num_decode=2, skip_below_tokens=0)
+    requests = tuple(replace(each, at_s=1 + each.at_s, patience_s=None) for each in scenario.requests)
+    fault = Fault(kind=FaultKind.ONE_WAY, at_s=0.5, member=member, other=other, duration_s=120.0)
+    return replace(scenario, shape=shape, requests=requests, faults=(fault,), hazards=Hazards())
+
+
+def no_way_to_prefill(scenario: Scenario) -> Scenario:
+    return _one_way(scenario, "decode-0", "prefill-0")
+
+
+def no_way_to_decode(scenario: Scenario) -> Scenario:
+    return _one_way(scenario, "home", "decode-0")
 
 
 def disorder(scenario: Scenario) -> Scenario:
@@ -248,6 +279,10 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Conditions, str]] = [
     (defects.treat_unreachable_as_gone, lost_machine, FOREIGN_WRITE),
     (defects.prove_only_starts_known_to_the_driver, machine_lost_at_the_start, FOREIGN_WRITE),
     (defects.keep_no_tombstones, disorder, FOREIGN_WRITE),
+    (defects.judge_leases_by_the_clock, stalled_table, FAILS_IN_CALM),
+    (defects.judge_silence_by_the_clock, stalled_driver, TAKEN_FOR_SILENT),
+    (defects.repeat_tickets_for_ever, no_way_to_prefill, FAILS_IN_MILD),
+    (router_defects.inquire_for_ever, no_way_to_decode, FAILS_IN_MILD),
     (defects.use_a_page_id_as_a_local_index, unchanged, EARLY_READ),
     (router_defects.continue_at_output_0, mild, FAILS_IN_MILD),
     (router_defects.restart_at_the_original_prompt, dying_streams, EARLY_READ),
@@ -278,13 +313,9 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Conditions, str]] = [
 ]
 """Each defect, the conditions in which it is caught, and the broken promise."""
 SHOWN_BY: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    defects.restart_next_to_remaining_ranks: 283,
-    defects.ignore_the_incarnation: 67,
-    defects.drop_the_drain_ack: 47,
-    router_defects.continue_at_output_0: 18,
-    router_defects.answer_no_inquiry: 18,
-    layer_defects.read_layers_before_they_are_loaded: 90,
-    layer_defects.announce_a_layer_too_many: 90,
+    defects.restart_next_to_remaining_ranks: 797,
+    defects.repeat_tickets_for_ever: 19,
+    router_defects.continue_at_output_0: 38,
 }
 """Seeds that reveal the rarest defects. They are tried first."""
 FAULTLESS = [*dict.fromkeys(each for _, each, _ in DEFECTS if each is not unchanged), cold_tiers_of_shared_heads]

@@ -49,13 +49,24 @@ def test_messages_of_one_sender_arrive_in_order(seed: int, count: int) -> None:
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 30))
 def test_undeliverable_messages_wait(seed: int, count: int) -> None:
     wire = Wire(seed)
-    wire.network.partition("a", "b")
+    wire.network.cut(("a", "b"))
     wire.send(range(count))
     assert wire.run() == []
     wire.listen()
     assert wire.run() == []
-    wire.network.heal("a", "b")
+    wire.network.heal(("a", "b"))
     assert wire.run() == list(range(count))
+
+
+def test_a_cut_direction_leaves_the_other_one() -> None:
+    wire = Wire(0)
+    wire.listen()
+    wire.network.cut(("b", "a"), ("b", "a"))
+    wire.send(range(3))
+    assert wire.run() == [0, 1, 2]
+    wire.network.heal(("b", "a"))
+    assert wire.network.is_cut("b", "a"), "one fault is still open"
+    assert wire.network.is_partitioned("a", "b")
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 30))

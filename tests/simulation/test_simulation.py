@@ -20,7 +20,7 @@ from cluster.spec.tiers import TierJobKind
 from tests.simulation import defects
 
 ROOT = Path(__file__).parents[2]
-FAILING_SEED = 114
+FAILING_SEED = 78
 """Seed in which the planted defect breaks a promise."""
 
 TRACE = """
