@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +21,7 @@ from cluster.processes import this_process
 from cluster.ray_environ import set_for_own_cluster
 from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig
-from cluster.spec.env import TOKEN
+from cluster.spec.env import TOKEN, take_secrets
 from cluster.spec.errors import BatonError, ConfigError, Problem, SystemLostError, UserError
 from cluster.spec.ids import Incarnation
 from cluster.spec.loader import DEFAULT_FILE, load_config
@@ -92,6 +93,7 @@ def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
         model=config.model.name,
         token=TOKEN.get() or secrets.token_hex(32),
     )
+    taken = take_secrets()
     with Note(running) as note, progress:
         with signals.interrupting():
             model = config.model.path if address else _resolve(config, progress)
@@ -109,7 +111,7 @@ def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
             _check_alone(system, config.name)
             if address:  # no machine can join a Ray cluster that we have started
                 await_room(system, config, progress.line, signals.check)
-            _supervise(system, config, model, note, progress, signals)
+            _supervise(system, config, model, note, progress, signals, taken)
     progress.line("stopped")
 
 
@@ -127,6 +129,7 @@ def _supervise(
     note: Note,
     progress: "StartProgress",
     signals: StopSignals,
+    taken: Mapping[str, str],
 ) -> None:
     from cluster.channel import draw_key
     from cluster.cli.control import serve_commands
@@ -138,7 +141,7 @@ def _supervise(
     from cluster.supervisor.reconcile import RESTART_BACKOFF_S
 
     key = draw_key()
-    tools = Tools(system=system, progress=progress.stage, send=partial(send, key=key), channel_key=key)
+    tools = Tools(system=system, progress=progress.stage, send=partial(send, key=key), channel_key=key, secrets=taken)
 
     def on_up() -> None:
         _announce(launcher, config, note, progress)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cluster.logs import set_up_logs
 from cluster.spec.config import DeployConfig, Device
-from cluster.spec.env import ADMIN_KEY, API_KEYS
+from cluster.spec.env import ADMIN_KEY, API_KEYS, take_secrets
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain
 from cluster.spec.registry import RankRecord
@@ -30,6 +30,7 @@ class WorkerActor:
     """One worker. ``run`` blocks until the worker receives Shutdown on its own channel."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
+        take_secrets()  # a job's processes inherit those of the job
         os.environ.update(environ)
         import workers.worker  # noqa: F401
 
@@ -95,6 +96,7 @@ class RouterActor:
         set_up_logs(config.log, self._share.name)
         folder = resolve_model(model, DESCRIPTION)
         self._server = server = RouterServer(config, folder, rendezvous, host, self._incarnation, share=self._share)
+        take_secrets()  # the router has read them
         url = server.start()
         freeze_loaded_objects()
         inbox = Inbox(host, rendezvous.channel_key)
@@ -118,6 +120,7 @@ class RouterActor:
 
 class BootstrapActor:
     def __init__(self, environ: Mapping[str, str]) -> None:
+        take_secrets()  # a job's processes inherit those of the job
         os.environ.update(environ)
         import cluster.bootstrap.service  # noqa: F401
 

@@ -62,7 +62,7 @@ class BootstrapProcess(_Service):
 
 class RouterProcess(_Service):
     def __init__(self, tools: Tools, incarnation: Incarnation, share: RouterShare) -> None:
-        arguments = [router_environ(os.environ), incarnation, share]
+        arguments = [router_environ(os.environ | dict(tools.secrets)), incarnation, share]
         super().__init__(tools, share.name, incarnation, tools.router, arguments)
         self.own_url = ""
         """URL of this process alone; empty before it serves."""

@@ -1,7 +1,7 @@
 """Dependencies of the launcher, for which tests substitute fakes."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.actors import ActorSystem
@@ -53,3 +53,5 @@ class Tools:
     channel_key: ChannelKey | None = None
     """Encryption key of all channels; ``send`` already uses it."""
     connect: Callable[[Rendezvous], Table] = connect
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables with secrets, for the router only."""

@@ -98,3 +98,10 @@ API_KEYS: EnvVar[tuple[str, ...]] = EnvVar(
     show=_length,
 )
 ALL: tuple[EnvVar[Any], ...] = (CACHE_DIR, TOKEN, ADMIN_KEY, API_KEY, API_KEYS)
+_SECRETS = (TOKEN, ADMIN_KEY, API_KEY, API_KEYS)
+
+
+def take_secrets() -> dict[str, str]:
+    """Remove the secrets from this process's environment, which later processes inherit; return them."""
+    names = [secret.name for secret in _SECRETS if secret.name in os.environ]
+    return {name: os.environ.pop(name) for name in names}

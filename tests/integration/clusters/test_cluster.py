@@ -31,13 +31,15 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 PAGE_SIZE = 64
 LONG = 32_768
 NAME = "test-endpoint"
+ADMIN_KEY = "key-of-the-administrator"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RunningCluster]:
     # Room for more replicas, with any number of cores.
     settings = ("resources.cpus_per_worker=0.25", "router.tool_parser=llama3")
-    with running_cluster("deploy/local-cpu.yaml", NAME, *settings) as running:
+    env = {"BATON_ADMIN_KEY": ADMIN_KEY}
+    with running_cluster("deploy/local-cpu.yaml", NAME, *settings, env=env) as running:
         yield running
 
 
@@ -198,6 +200,17 @@ def test_no_secret_is_in_a_command_line(cluster: RunningCluster) -> None:
     commands = _command_lines()
     assert any(NAME.encode() in command for command in commands)
     assert not any(token.encode() in command for command in commands)
+
+
+def test_the_admin_key_is_in_no_environment_but_the_drivers(cluster: RunningCluster) -> None:
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    assert httpx.get(f"{cluster.url}/admin/load", headers=headers, trust_env=False).status_code == 200
+    holding = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has just ended
+            if ADMIN_KEY.encode() in (folder / "environ").read_bytes():
+                holding.add(int(folder.name))
+    assert holding == {find_running(NAME).process.pid}
 
 
 def test_scaling_and_restarts_under_load_fail_no_request(cluster: RunningCluster) -> None:
