@@ -1,0 +1,103 @@
+"""Requests and connections of a hostile client: ``python -m tests.chaos.hostile URL NAME`` prints the answer.
+
+They run in a process of their own, because making large bodies would delay the clients of the test.
+"""
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+WAIT_S = 90.0
+HEADER_BYTES = 131 << 20
+NUM_IDLE = 300
+_PATTERNS = {"allOf": [{"type": "string", "pattern": f"(.*a{number}.*)"} for number in range(16)]}
+_MANY = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(10_000)}}
+
+BODIES: dict[str, Callable[[], dict[str, Any]]] = {
+    "a long text": lambda: {"prompt": "a b c d " * 1_000_000},
+    "a text of 500,000 tokens": lambda: {"prompt": "t33 t34 t35 t36 " * 125_000},
+    "a text of 60 MB": lambda: {"prompt": "a b c d " * 7_500_000},
+    "messages of 60 MB": lambda: {"messages": [{"role": "user", "content": "x" * 60_000_000}]},
+    "a GBNF grammar of empty lines": lambda: {"prompt": "a", "guided_grammar": "root ::= " + "\n" * 50_000 + '"a"'},
+    "an exponential automaton": lambda: {"prompt": "a", "guided_json": _PATTERNS},
+    "10,000 properties": lambda: {"prompt": "a", "guided_json": _MANY},
+    "a schema of 60 MB": lambda: {"prompt": "a", "guided_json": {"enum": ["x" * 1000] * 60_000}},
+    "long bad words": lambda: {"prompt": "a", "bad_words": ["x y" * 16_000] * 256},
+    "4,000,000 unknown keys": lambda: {"prompt": "a", **{f"k{number}": 1 for number in range(4_000_000)}},
+    "an unknown field of 3 MB": lambda: {"prompt": "a", "foo": [{"a": 1}] * 300_000},
+    "1,024 long prompts": lambda: {"prompt": ["a b " * 1000] * 1024, "max_tokens": 1},
+    "1,024 choices": lambda: {"prompt": [[20, 21]] * 8, "n": 128, "max_tokens": 1},
+    "7,000,000 stop tokens": lambda: {"prompt": "a", "stop_token_ids": [5] * 7_000_000},
+    "a prompt of 500,000 ids": lambda: {"prompt": [33] * 500_000},
+    "deep nesting": lambda: {"prompt": "a", "foo": json.loads("[" * 900 + "]" * 900)},
+}
+
+
+def send_body(url: str, name: str) -> str:
+    made = BODIES[name]()
+    path = "/v1/chat/completions" if "messages" in made else "/v1/completions"
+    body = json.dumps({"model": "recall", "max_tokens": 1, **made})
+    try:
+        reply = httpx.post(f"{url}{path}", content=body, timeout=WAIT_S, trust_env=False)
+    except httpx.HTTPError as error:
+        return f"{type(error).__name__}"
+    return f"{reply.status_code} {reply.text}"
+
+
+def send_endless_header(url: str) -> str:
+    """Send one header line without an end, and return the answer."""
+    with _connect(url) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nx: ")
+        with suppress(ConnectionError):
+            for _ in range(HEADER_BYTES >> 20):
+                sock.sendall(b"x" * (1 << 20))
+        return _answer(sock)
+
+
+def hold_idle_connections(url: str) -> str:
+    """Open connections with a complete head whose body never comes, and return the answer to the last one."""
+    open_ones = [_connect(url) for _ in range(NUM_IDLE)]
+    for sock in open_ones:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
+    answers = [_answer(sock) for sock in open_ones]
+    for sock in open_ones:
+        sock.close()
+    return min(answers)
+
+
+CONNECTIONS: dict[str, Callable[[str], str]] = {
+    "an endless header": send_endless_header,
+    "300 bodies that never arrive": hold_idle_connections,
+}
+ATTACKS = [*BODIES, *CONNECTIONS]
+
+
+def _connect(url: str) -> socket.socket:
+    address = urlsplit(url)
+    assert address.hostname is not None
+    return socket.create_connection((address.hostname, address.port), timeout=WAIT_S)
+
+
+def _answer(sock: socket.socket) -> str:
+    """Return the status and the body of the answer; empty if the connection just ends."""
+    received = b""
+    with suppress(ConnectionError):
+        while part := sock.recv(1 << 16):
+            received += part
+    head, _, body = received.decode().partition("\r\n\r\n")
+    return f"{head[9:12]} {body}"
+
+
+def main() -> None:
+    url, name = sys.argv[1:]
+    print(send_body(url, name) if name in BODIES else CONNECTIONS[name](url))
+
+
+if __name__ == "__main__":
+    main()

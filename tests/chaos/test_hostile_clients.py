@@ -1,0 +1,79 @@
+"""One client's requests and connections, however hostile, never touch the streams of others."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.cli.running import find_running
+from tests.chaos.hostile import ATTACKS, send_endless_header
+from tests.chaos.report import report
+from tests.chaos.streams import Crowd
+from tests.fakes.cluster import RunningCluster, listener_pid, running_cluster
+from tests.readme import ROOT
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(900)]
+
+NUM_CLIENTS, NUM_TOKENS = 20, 300
+BEGIN_S, ATTACK_S = 120.0, 180.0
+MOST_GROWTH_MIB = 300
+NAME = "test-chaos-hostile"
+ACCEPTED = {"1,024 choices", "an unknown field of 3 MB", "deep nesting"}
+"""Attacks that are legal requests; all others are refused with a reason."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    with running_cluster("deploy/local-cpu.yaml", NAME) as running:
+        yield running
+
+
+def peak_mib(pid: int) -> int:
+    """Return the peak memory of a process since the last call of ``forget_peak``."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in status if line.startswith("VmHWM:"))) >> 10
+
+
+def forget_peak(pid: int) -> None:
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_on_the_router(cluster: RunningCluster, name: str) -> None:
+    router = listener_pid(cluster.url)
+    incarnations = {replica: entry["incarnation"] for replica, entry in cluster.replicas().items()}
+    forget_peak(router)
+    before_mib = peak_mib(router)
+    with Crowd.alike(cluster.url, NUM_CLIENTS, NUM_TOKENS, seed=2000) as crowd:
+        cluster.wait_until(lambda: crowd.have_tokens(2), BEGIN_S)
+        for stream in crowd.streams:
+            stream.longest_pause_s = 0.0  # of the first token
+        begin_s = time.monotonic()
+        command = [sys.executable, "-m", "tests.chaos.hostile", cluster.url, name]
+        attack = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=ATTACK_S, check=True)
+        took_s, answer = time.monotonic() - begin_s, attack.stdout
+        growth_mib = peak_mib(router) - before_mib
+    proof = f"answered after {took_s:.1f} s, router +{growth_mib} MiB: {answer[:150].strip()}"
+    line = report(f"hostile: {name}", cluster, crowd, proof)
+    assert answer.startswith("200" if name in ACCEPTED else "4"), answer[:500]
+    assert (line.success, line.leaked_pages) == (NUM_CLIENTS, 0), [stream.end for stream in crowd.streams]
+    assert listener_pid(cluster.url) == router, "the router was replaced"
+    assert {replica: entry["incarnation"] for replica, entry in cluster.replicas().items()} == incarnations
+    assert growth_mib <= MOST_GROWTH_MIB
+
+
+def test_an_endless_header_to_the_bootstrap_service(cluster: RunningCluster) -> None:
+    url = find_running(NAME).bootstrap_url
+    assert url is not None
+    pid = listener_pid(url)
+    forget_peak(pid)
+    before_mib = peak_mib(pid)
+    with Crowd.alike(cluster.url, NUM_CLIENTS, NUM_TOKENS, seed=2100) as crowd:
+        answer = send_endless_header(url)
+    line = report("hostile: an endless header to the bootstrap service", cluster, crowd, answer[:150])
+    assert answer.startswith("431"), answer
+    assert line.success == NUM_CLIENTS
+    assert (listener_pid(url), peak_mib(pid) - before_mib <= 5) == (pid, True)
