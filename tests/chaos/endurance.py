@@ -1,5 +1,6 @@
 """Mixed traffic with random faults for a long time: ``python -m tests.chaos.endurance --minutes 30 [--seed N]``.
 
+With ``--hostile``, another client attacks the router all the time (``tests.chaos.hostile``).
 Prints one JSON object: requests by outcome, faults, memory growth of long-lived processes, resources at the start and
 the end, and the problems (``judge``). With problems, the exit code is 1. In runs of less than about ten minutes,
 processes still warm up, which appears as growth.
@@ -7,9 +8,12 @@ processes still warm up, which appears as growth.
 
 import argparse
 import json
+import random
+import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -17,6 +21,7 @@ import httpx
 
 from cluster.spec.errors import BatonError
 from tests.chaos.census import Census, Holdings
+from tests.chaos.hostile import ATTACKS
 from tests.chaos.judge import problems
 from tests.chaos.random_faults import Faults
 from tests.chaos.rest import settle
@@ -31,16 +36,22 @@ SAMPLE_S = 5.0
 CALM_S = 15.0
 
 
-def measure(cluster: RunningCluster, minutes: float, seed: int) -> dict[str, object]:
+def measure(cluster: RunningCluster, minutes: float, seed: int, *, is_hostile: bool) -> dict[str, object]:
     """Run the measurement."""
     census, traffic = Census(NAME), Traffic(cluster.url, seed)
     before = holdings_at_rest(cluster, census)
     faults, watching = Faults(cluster, NAME, seed), threading.Event()
     watcher = threading.Thread(target=_watch, args=(census, watching), daemon=True)
     watcher.start()
+    attacks: Counter[str] = Counter()
+    attacker = threading.Thread(target=_attack, args=(cluster.url, seed, watching, attacks), daemon=True)
+    if is_hostile:
+        attacker.start()
     with traffic.clients(CLIENTS):
         faults.go_on(time.monotonic() + 60 * minutes)
     watching.set()
+    if is_hostile:
+        attacker.join()
     watcher.join()
     after = holdings_at_rest(cluster, census)
     loads = [entry["load"] for entry in cluster.replicas().values()]
@@ -52,6 +63,7 @@ def measure(cluster: RunningCluster, minutes: float, seed: int) -> dict[str, obj
         "kinds": dict(traffic.kinds),
         "reasons": traffic.reasons,
         "faults": dict(faults.counts),
+        "attacks": dict(attacks),
         "retries": metric(cluster, "baton_request_retries_total"),
         "continuations": metric(cluster, "baton_request_continuations_total"),
         "memory": _growth(census, minutes),
@@ -79,6 +91,15 @@ def _watch(census: Census, ending: threading.Event) -> None:
             census.sample()
 
 
+def _attack(url: str, seed: int, ending: threading.Event, counts: Counter[str]) -> None:
+    draw = random.Random(seed)
+    while not ending.is_set():
+        name = draw.choice(ATTACKS)
+        command = [sys.executable, "-m", "tests.chaos.hostile", url, name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        counts[f"{name}: {done.stdout[:3] or 'no router'}"] += 1
+
+
 def _growth(census: Census, minutes: float) -> dict[str, dict[str, float]]:
     """Return the memory growth of processes that ran for a third of the time, without the first eighth."""
     found = {}
@@ -101,9 +122,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.endurance")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hostile", action="store_true")
     given = parser.parse_args()
     with running_cluster("deploy/local-cpu-2p2d.yaml", NAME, *SETTINGS) as cluster:
-        result = measure(cluster, given.minutes, given.seed)
+        result = measure(cluster, given.minutes, given.seed, is_hostile=given.hostile)
     found = problems(result)
     print(json.dumps({**result, "problems": found}, indent=2))
     sys.exit(1 if found else 0)
