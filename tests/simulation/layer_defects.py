@@ -23,7 +23,7 @@ from workers.hicache.copier import Copier
 from workers.hicache.tiers import HostLoader
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.scheduler.decode import DecodeLeader
-from workers.scheduler.decode_request import DecodeQueue
+from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.holders import PageHolders
 from workers.scheduler.sequence import TokenSequence
 

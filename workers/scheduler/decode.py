@@ -25,9 +25,9 @@ from transfer.receiver import FailureKind, PageChecks, ReceiverSession, Receiver
 from workers.cache.page_allocator import PageAllocator, live_pages
 from workers.context_parallel.shard_plan import idle_plan
 from workers.hicache.tiers import Tiers
+from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import (
     MOVES,
-    DecodeQueue,
     DecodeRequest,
     DecodeSettings,
     DecodeState,

@@ -1,25 +1,18 @@
-"""Requests in a decode leader: their states, transfer sessions and queue, and the quarantine of their pages.
-
-A request whose prompt is computed by this replica gets its pages from the step scheduler, which also uses the tiers.
-It leaves the queue when enough pages are free. These pages stay reserved until the request has them. Sans I/O.
-"""
+"""Requests in a decode leader: their states and transfer sessions, and the quarantine of their pages. Sans I/O."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
-from cluster.spec.ids import Peer, Room
-from cluster.spec.kv import NO_PAGE
+from cluster.spec.ids import Peer
 from cluster.spec.messages import PhaseTimes
 from cluster.spec.registry import RankRecord, Verify
 from cluster.spec.transfer_messages import Ticket
 from transfer.page_assignment import copies_of
 from transfer.receiver import ReceiverSession
-from workers.cache.page_allocator import Demand, PageAllocator, PageLists, live_pages
-from workers.hicache.tiers import Tiers
-from workers.scheduler.sequence import TokenSequence, Waiting
+from workers.cache.page_allocator import PageLists, live_pages
+from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.step_scheduler import StepScheduler
 
 QUARANTINE_LIMIT = 0.25
@@ -182,172 +175,3 @@ def describe(requests: Sequence[DecodeRequest], num_pages: int, limit: float) ->
         f"{count_pages(requests)} of {num_pages} pages are in quarantine, {reason}: "
         f"{names} did not confirm that writing has stopped"
     )
-
-
-class _Space(NamedTuple):
-    """Free pages that waiting requests may take."""
-
-    num_free: int
-    oldest: DecodeRequest
-    oldest_pages: int
-    """Number of free pages that the oldest request needs."""
-    most_overtaking: int
-    """Maximum number of pages that other requests may take before the oldest request gets its own."""
-
-    def count_overtaking(self, request: DecodeRequest, needed: int) -> int:
-        """Return how many of the oldest request's pages another request would take. 0 if both fit."""
-        return 0 if request is self.oldest or needed + self.oldest_pages <= self.num_free else needed
-
-
-class DecodeQueue:
-    """Queue of requests by priority.
-
-    Further choices of a prompt wait until the first choice has the prompt. Requests whose prompt is computed here wait
-    until their pages are read from storage.
-    """
-
-    def __init__(
-        self, allocator: PageAllocator, scheduler: StepScheduler, page_size: int, tiers: Tiers | None = None
-    ) -> None:
-        self._allocator = allocator
-        self._scheduler = scheduler
-        self._page_size = page_size
-        self._tiers = tiers
-        self._fetching: dict[Room, DecodeRequest] = {}
-        self._promised: dict[Room, int] = {}
-        """Number of pages reserved for each request that waits in the step scheduler."""
-        self._queue = Waiting[DecodeRequest]()
-        self._choices: dict[Room, list[DecodeRequest]] = {}
-        """Further choices by the first choice's room."""
-
-    def __len__(self) -> int:
-        return len(self._queue) + len(self._fetching) + sum(map(len, self._choices.values()))
-
-    def add(self, request: DecodeRequest, now_s: float) -> None:
-        if self._tiers and request.submit.prefill is None and (keys := self._keys(request)):
-            self._tiers.expect(request.room, keys, now_s)
-            self._fetching[request.room] = request
-        else:
-            self._queue.add(request)
-
-    def add_choice(self, request: DecodeRequest, awaited: Room) -> None:
-        """Add a choice that gets no pages until ``end_wait`` is called for its first choice."""
-        self._choices.setdefault(awaited, []).append(request)
-
-    def end_wait(self, awaited: Room) -> list[DecodeRequest]:
-        """Remove and return the choices that waited for a room."""
-        return self._choices.pop(awaited, [])
-
-    def remove(self, request: DecodeRequest) -> None:
-        self._queue.remove(request.room)
-        self._fetching.pop(request.room, None)
-        awaited = request.submit.prompt_of
-        if awaited is not None and request in self._choices.get(awaited, []):
-            self._choices[awaited].remove(request)
-            if not self._choices[awaited]:
-                del self._choices[awaited]
-
-    def grant(self, now_s: float) -> list[DecodeRequest]:
-        """Give pages to the requests that can start. Remove these requests from the queue and return them.
-
-        Sequences that wait in the step scheduler take precedence. Other requests may overtake one that does not fit, as
-        long as the oldest request does not starve.
-        """
-        self._take_fetched(now_s)
-        self._promised = {
-            room: pages for room, pages in self._promised.items() if room in self._scheduler.holders.waiting
-        }
-        if self._scheduler.num_waiting > len(self._promised):
-            return []
-        granted: list[DecodeRequest] = []
-        space: _Space | None = None
-        for request in self._queue.untried(self._allocator.num_gains):
-            space = space or self._free_space()
-            held = self._find_held(request, space)
-            if held is None:
-                if not self._promised:
-                    self._queue.note_blocked(request)
-                continue
-            self._queue.note_overtaken(space.count_overtaking(request, self._count_new(request)))
-            self._queue.remove(request.room)
-            space = None
-            self._give_pages(request, held)
-            granted.append(request)
-        return granted
-
-    @property
-    def _num_promised(self) -> int:
-        return sum(self._promised.values())
-
-    def _take_fetched(self, now_s: float) -> None:
-        for room in list(self._fetching):
-            if self._tiers is None or not self._tiers.prefetcher.is_waiting(room, now_s):
-                self._queue.add(self._fetching.pop(room))
-
-    def _free_space(self) -> _Space:
-        oldest, num_free = self._queue.oldest, self._allocator.num_free - self._num_promised
-        assert oldest is not None
-        oldest_pages = self._count_new(oldest)
-        most_overtaking = max(num_free - oldest_pages, self._queue.most_overtaking(oldest_pages))
-        return _Space(num_free, oldest, oldest_pages, most_overtaking)
-
-    def _find_held(self, request: DecodeRequest, space: _Space) -> PageLists | None:
-        """Return the request's cached or shared pages. None if its other pages are not available now."""
-        shared = self._shared_pages(request)
-        if _total(self._demands(request, shared)) > space.most_overtaking and request is not space.oldest:
-            return None
-        held = self._seen(request, shared or self._allocator.find(self._keys(request)))
-        demands = self._demands(request, held)
-        # This check comes first, since it is cheaper than asking the allocator.
-        if _total(demands) > space.num_free:
-            return None
-        promised = (self._num_promised, 0)
-        return held if self._allocator.can_allocate([*demands, promised], live_pages(held)) else None
-
-    def _give_pages(self, request: DecodeRequest, held: PageLists) -> None:
-        """Allocate a request's pages, or reserve them if the step scheduler will allocate them."""
-        if request.submit.prefill is None and not self._shared_pages(request):
-            self._promised[request.room] = self._count_new(request)
-            return
-        request.num_held_pages = len(held[0])
-        new = self._allocator.allocate(self._demands(request, held), live_pages(held))
-        request.kv.pages = [
-            found + [NO_PAGE] * (request.num_prompt_pages - len(found) - len(pages)) + pages
-            for found, pages in zip(held, new, strict=True)
-        ]
-        if self._tiers:
-            self._tiers.note_hits(self._keys(request)[: request.num_held_pages])
-
-    def _keys(self, request: DecodeRequest) -> list[bytes]:
-        return request.prompt_keys(self._page_size) if self._allocator.is_caching else []
-
-    def _demands(self, request: DecodeRequest, held: PageLists) -> list[Demand]:
-        """Return each lifetime's demand after the held pages. A transfer fills only pages that later tokens can see."""
-        num_held, lifetimes = len(held[0]) if held else 0, self._allocator.lifetimes
-        num_seen = len(request.submit.prompt_ids) if request.submit.prefill is not None else 0
-        return [(request.num_prompt_pages - max(num_held, first), 0) for first in lifetimes.first_pages(num_seen)]
-
-    def _seen(self, request: DecodeRequest, held: PageLists) -> PageLists:
-        """Return the held pages, with ``NO_PAGE`` for pages that the first token computed here cannot see."""
-        num_tokens = (
-            len(held[0]) * self._page_size if request.submit.prefill is None else len(request.submit.prompt_ids)
-        )
-        return self._allocator.lifetimes.visible(held, num_tokens)
-
-    def _count_new(self, request: DecodeRequest) -> int:
-        """Return the number of pages that the request needs in addition to pages that other choices hold."""
-        return _total(self._demands(request, self._shared_pages(request)))
-
-    def _shared_pages(self, request: DecodeRequest) -> PageLists:
-        """Return the first choice's full prompt pages. Empty if that choice has ended or freed some needed pages."""
-        submit = request.submit
-        if submit.prompt_of is None:
-            return []
-        num_full = (len(submit.prompt_ids) - 1) // self._page_size
-        pages = [ids[:num_full] for ids in self._scheduler.holders.full_pages(submit.prompt_of)]
-        is_usable = pages and pages[0] and self._allocator.lifetimes.can_continue(pages)
-        return pages if is_usable else []
-
-
-def _total(demands: Iterable[Demand]) -> int:
-    return sum(count for count, _ in demands)

@@ -13,7 +13,8 @@ from cluster.spec.kv import NO_PAGE, pages_for
 from cluster.spec.tiers import CachedTokens, TierJob
 from workers.cache.page_allocator import Demand, Gap, PageAllocator, PageLists, live_pages, tier_page
 from workers.hicache.tiers import Tiers
-from workers.scheduler.sequence import KvState, PageLoad, TokenSequence, Waiting, urgency
+from workers.scheduler.sequence import KvState, PageLoad, TokenSequence, urgency
+from workers.scheduler.waiting import Waiting
 
 
 class PageHolders:

@@ -10,8 +10,8 @@ from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from tests.fakes.prefill_steps import PAGE_SIZE, PrefillSteps
 from workers.context_parallel.cost_model import ModelShape, Rates, even_chunk, slowest
-from workers.scheduler.sequence import LOOKAHEAD
 from workers.scheduler.step_budget import WINDOW, Budget, precedence
+from workers.scheduler.waiting import LOOKAHEAD
 
 CHUNK = 64
 SHAPE = ModelShape(
