@@ -73,6 +73,10 @@ class Submit(Tagged, frozen=True):
     """Salt of the page keys: only requests with the same salt share cached pages."""
     priority: int = 0
     """Priority; lower values run first. The oldest request makes progress whatever its priority."""
+    tenant: str = ""
+    """Name of the API key whose share of the replica the request uses."""
+    weight: float = 1.0
+    """Share of the request's tenant relative to other tenants; positive."""
     traced: bool = False
     """True if every rank keeps a trace of this request until asked for it."""
     dp_rank: int | None = None

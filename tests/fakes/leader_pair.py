@@ -67,6 +67,7 @@ class LeaderPair:
         priority: int = 0,
         cache_salt: str = "",
         prompt_of: Room | None = None,
+        tenant: str = "",
     ) -> Submit:
         """Return the message of a new request without sending it."""
         self._num_rooms += 1
@@ -81,6 +82,7 @@ class LeaderPair:
             prompt_of=prompt_of,
             cache_salt=cache_salt,
             priority=priority,
+            tenant=tenant,
         )
 
     def deliver(self, role: Role, *messages: Message, now_s: float = 0.0) -> list[Message]:

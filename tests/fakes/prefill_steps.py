@@ -34,12 +34,12 @@ class PrefillSteps:
         self.num_computed = 0
         self._num_added = 0
 
-    def add(self, prompt: int | list[int], priority: int = 0) -> Room:
+    def add(self, prompt: int | list[int], priority: int = 0, *, tenant: str = "", weight: float = 1.0) -> Room:
         """Add a sequence with the given tokens, or with a number of tokens that no other sequence begins with."""
         room = Room(self._num_added)
         self._num_added += 1
         tokens = [-1 - room] * prompt if isinstance(prompt, int) else list(prompt)
-        self.steps.add(sequence_of(room, tokens, priority=priority))
+        self.steps.add(sequence_of(room, tokens, priority=priority, tenant=tenant, weight=weight))
         return room
 
     def run_step(self) -> StepPlan | None:

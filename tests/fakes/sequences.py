@@ -20,6 +20,8 @@ def sequence_of(
     max_len: int | None = None,
     priority: int = 0,
     owner_base: int = 0,
+    tenant: str = "",
+    weight: float = 1.0,
 ) -> TokenSequence:
     """Return a new sequence, which ends after one output token unless ``stopping`` says otherwise."""
     stopping = stopping or Stopping(max_tokens=1)
@@ -32,6 +34,8 @@ def sequence_of(
         decode=PEER,
         router=PEER,
         priority=priority,
+        tenant=tenant,
+        weight=weight,
     )
     length = len(prompt) + stopping.max_tokens if max_len is None else max_len
     return TokenSequence(submit, length, list(prompt), owner_base=owner_base)

@@ -328,10 +328,7 @@ class DecodeLeader(DpLeader):
 
     def _stop(self, request: DecodeRequest, reason: str) -> None:
         """End a request, or revoke its ticket so that its pages are freed once prefill can no longer write to them."""
-        if request.state is DecodeState.QUEUED:
-            self._queue.remove(request)
-            self._end(request, reason)
-        elif request.state in (DecodeState.RUNNING, DecodeState.VERIFYING):
+        if request.state in (DecodeState.QUEUED, DecodeState.RUNNING, DecodeState.VERIFYING):
             self._end(request, reason)
         elif request.session is not None:
             self._follow_session(request, request.session, request.session.cancel(reason, self._heard_s()))
@@ -375,6 +372,7 @@ class DecodeLeader(DpLeader):
             self._fail(choice, reason, retryable=True, blame=Blame.NEITHER)
 
     def _end(self, request: DecodeRequest, event: str) -> None:
+        self._queue.remove(request)
         if request.state is DecodeState.RUNNING:
             self._scheduler.holders.retire(request.room)
         self._move(request, DecodeState.ENDED, event)

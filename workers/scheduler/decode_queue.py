@@ -4,6 +4,7 @@ A request whose prompt is computed by this replica gets its pages from the step 
 It leaves the queue when enough pages are free. These pages stay reserved until the request has them.
 """
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from cluster.spec.kv import NO_PAGE
 from workers.cache.page_allocator import Demand, PageAllocator, PageLists, live_pages
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_request import DecodeRequest
+from workers.scheduler.shares import Shares, Turns
 from workers.scheduler.step_scheduler import StepScheduler
 from workers.scheduler.waiting import Waiting
 
@@ -23,8 +25,6 @@ class _Space(NamedTuple):
     oldest: DecodeRequest
     oldest_pages: int
     """Number of free pages that the oldest request needs."""
-    most_overtaking: int
-    """Maximum number of pages that other requests may take before the oldest request gets its own."""
 
     def count_overtaking(self, request: DecodeRequest, needed: int) -> int:
         """Return how many of the oldest request's pages another request would take. 0 if both fit."""
@@ -32,7 +32,7 @@ class _Space(NamedTuple):
 
 
 class DecodeQueue:
-    """Queue of requests by priority.
+    """Queue of requests by priority. Among equals, the tenant that holds the fewest pages per weight goes first.
 
     Further choices of a prompt wait until the first choice has the prompt. Requests whose prompt is computed here wait
     until their pages are read from storage.
@@ -48,7 +48,11 @@ class DecodeQueue:
         self._fetching: dict[Room, DecodeRequest] = {}
         self._promised: dict[Room, int] = {}
         """Number of pages reserved for each request that waits in the step scheduler."""
-        self._queue = Waiting[DecodeRequest]()
+        self._queue = Waiting[DecodeRequest](self._count_held)
+        self._granted: dict[Room, DecodeRequest] = {}
+        """Requests that left the queue with pages or a promise, and have not ended."""
+        self._ahead: DecodeRequest | None = None
+        """Request for which preempted sequences are held back until it has left the queue."""
         self._choices: dict[Room, list[DecodeRequest]] = {}
         """Further choices by the first choice's room."""
 
@@ -71,7 +75,9 @@ class DecodeQueue:
         return self._choices.pop(awaited, [])
 
     def remove(self, request: DecodeRequest) -> None:
+        """Forget a request that ends."""
         self._queue.remove(request.room)
+        self._granted.pop(request.room, None)
         self._fetching.pop(request.room, None)
         awaited = request.submit.prompt_of
         if awaited is not None and request in self._choices.get(awaited, []):
@@ -82,30 +88,64 @@ class DecodeQueue:
     def grant(self, now_s: float) -> list[DecodeRequest]:
         """Give pages to the requests that can start. Remove these requests from the queue and return them.
 
-        Sequences that wait in the step scheduler take precedence. Other requests may overtake one that does not fit, as
-        long as the oldest request does not starve.
+        Preempted sequences in the step scheduler take precedence, except over tenants that hold fewer pages. Other
+        requests may overtake one that does not fit, as long as the oldest request does not starve.
         """
         self._take_fetched(now_s)
-        self._promised = {
-            room: pages for room, pages in self._promised.items() if room in self._scheduler.holders.waiting
-        }
-        if self._scheduler.num_waiting > len(self._promised):
-            return []
+        holders = self._scheduler.holders
+        self._promised = {room: pages for room, pages in self._promised.items() if room in holders.waiting}
+        preempted = [sequence for sequence in holders.waiting if sequence.room not in self._promised]
+        untried = self._queue.untried(self._allocator.num_gains)
+        is_contested = len({*self._queue.tenants, *(sequence.tenant for sequence in preempted)}) > 1
+        held = self._count_held() if is_contested and (untried or preempted) else Shares()
+        limit = min((held.used(sequence.tenant) for sequence in preempted), default=math.inf)
+        self._choose_ahead(held, limit)
+        granted = self._grant_in_turn(untried, held, limit)
+        is_held_back = self._ahead is not None and self._ahead.room in self._queue
+        holders.held_back = {sequence.room for sequence in preempted} if is_held_back else ()
+        return granted
+
+    def _choose_ahead(self, held: Shares, limit: float) -> None:
+        """Choose the request that goes before the preempted sequences, if there are any, unless it is already chosen.
+        Its tenant holds fewer than ``limit`` pages, which is what the preempted sequences' tenants hold.
+        """
+        if self._ahead is not None and self._ahead.room in self._queue and limit < math.inf:
+            return
+        self._ahead = None
+        if limit < math.inf and any(held.used(tenant) < limit for tenant in self._queue.tenants):
+            if self._queue.oldest is not None and held.used(self._queue.oldest.tenant) >= limit:
+                self._queue.end_turn()
+            self._ahead = self._queue.oldest
+
+    def _grant_in_turn(self, requests: list[DecodeRequest], held: Shares, limit: float) -> list[DecodeRequest]:
+        """Give pages to the requests that can start, unless their tenants hold ``limit`` pages or more."""
         granted: list[DecodeRequest] = []
         space: _Space | None = None
-        for request in self._queue.untried(self._allocator.num_gains):
+        for request in Turns(requests, held):
+            if held.used(request.tenant) >= limit and request is not self._ahead:
+                continue
             space = space or self._free_space()
-            held = self._find_held(request, space)
-            if held is None:
+            pages = self._find_held(request, space)
+            if pages is None:
                 if not self._promised:
                     self._queue.note_blocked(request)
                 continue
-            self._queue.note_overtaken(space.count_overtaking(request, self._count_new(request)))
+            num_new = self._count_new(request)
+            self._queue.note_overtaken(request, space.count_overtaking(request, num_new))
             self._queue.remove(request.room)
             space = None
-            self._give_pages(request, held)
+            self._give_pages(request, pages)
+            self._granted[request.room] = request
+            held.charge(request, request.num_prompt_pages)
             granted.append(request)
         return granted
+
+    def _count_held(self) -> Shares:
+        """Return how many pages each tenant's requests hold or are promised."""
+        held = Shares.of_pages(self._granted.values())
+        for room, num_pages in self._promised.items():
+            held.charge(self._granted[room], num_pages)
+        return held
 
     @property
     def _num_promised(self) -> int:
@@ -119,14 +159,13 @@ class DecodeQueue:
     def _free_space(self) -> _Space:
         oldest, num_free = self._queue.oldest, self._allocator.num_free - self._num_promised
         assert oldest is not None
-        oldest_pages = self._count_new(oldest)
-        most_overtaking = max(num_free - oldest_pages, self._queue.most_overtaking(oldest_pages))
-        return _Space(num_free, oldest, oldest_pages, most_overtaking)
+        return _Space(num_free, oldest, self._count_new(oldest))
 
     def _find_held(self, request: DecodeRequest, space: _Space) -> PageLists | None:
         """Return the request's cached or shared pages. None if its other pages are not available now."""
-        shared = self._shared_pages(request)
-        if _total(self._demands(request, shared)) > space.most_overtaking and request is not space.oldest:
+        shared, oldest_pages = self._shared_pages(request), space.oldest_pages
+        most = max(space.num_free - oldest_pages, self._queue.most_overtaking(request, oldest_pages))
+        if _total(self._demands(request, shared)) > most and request is not space.oldest:
             return None
         held = self._seen(request, shared or self._allocator.find(self._keys(request)))
         demands = self._demands(request, held)

@@ -1,10 +1,11 @@
 """Sequences that hold pages and sequences that wait for them. Sans I/O.
 
 A waiting sequence starts as soon as pages are free for everything after its cached prefix, and then grows one page at a
-time. If the pool runs out of pages, the latest of the least urgent sequences is preempted. Its KV that is not cached is
-then computed again, which does not change the output.
+time. If the pool runs out of pages, one of the least urgent sequences is preempted: the latest of the tenant that holds
+the most pages. Its KV that is not cached is then computed again, which does not change the output.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from cluster.spec.tiers import CachedTokens, TierJob
 from workers.cache.page_allocator import Demand, Gap, PageAllocator, PageLists, live_pages, tier_page
 from workers.hicache.tiers import Tiers
 from workers.scheduler.sequence import KvState, PageLoad, TokenSequence, urgency
+from workers.scheduler.shares import Shares
 from workers.scheduler.waiting import Waiting
 
 
@@ -24,8 +26,10 @@ class PageHolders:
         self._allocator, self._page_size, self._tiers = allocator, page_size, tiers
         self._num_arrivals = 0
         self._releases: list[Room] = []
-        self.waiting = Waiting[TokenSequence]()
         self.running: dict[Room, TokenSequence] = {}
+        self.waiting = Waiting[TokenSequence](lambda: Shares.of_pages(self.running.values()))
+        self.held_back: Collection[Room] = ()
+        """Waiting sequences that must not start while others run, because pages are kept for another tenant."""
         self._num_left = 0
         """Number of sequences removed so far. The caller may free their pages later."""
         self._leaving: list[tuple[TokenSequence, KvState]] = []
@@ -87,12 +91,15 @@ class PageHolders:
         """Return whether a waiting sequence can get its pages without taking pages reserved for the oldest one."""
         oldest = self.waiting.oldest
         assert oldest is not None, f"room {sequence.room} is not waiting"
+        if self.running and sequence.room in self.held_back:
+            return False
         num_gains = self._allocator.num_gains + self._num_left
         if self.waiting.is_blocked(sequence, num_gains):
             return False
         if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.loader.is_loading(key):
             return False
-        may_overtake = self._count_overtaking(sequence, oldest) <= self.waiting.most_overtaking(self._pages_of(oldest))
+        most_overtaking = self.waiting.most_overtaking(sequence, self._pages_of(oldest))
+        may_overtake = self._count_overtaking(sequence, oldest) <= most_overtaking
         can_start = may_overtake and self._allocator.can_allocate(self._all_demands(sequence))
         if may_overtake and not can_start:
             cached = self._find_cached(sequence)
@@ -111,7 +118,7 @@ class PageHolders:
         if not self.can_start(sequence):
             return False
         assert self.waiting.oldest is not None
-        self.waiting.note_overtaken(self._count_overtaking(sequence, self.waiting.oldest))
+        self.waiting.note_overtaken(sequence, self._count_overtaking(sequence, self.waiting.oldest))
         self.waiting.remove(sequence.room)
         pages = self._find_cached(sequence)
         prefix, gaps = self._prefix_keys(sequence)[: len(pages[0])], self._gaps(sequence, pages)
@@ -160,19 +167,15 @@ class PageHolders:
             sequence.kv.load = None
             self.put_into_cache(sequence)
 
-    def grow(self, sequence: TokenSequence, count: int) -> bool:
-        """Allocate pages for more tokens. If necessary, preempt other sequences or this one.
-
-        No sequence is preempted for a less urgent or later sequence, so some sequence always makes progress.
-        """
+    def grow(self, sequence: TokenSequence, count: int, in_step: Collection[Room] = ()) -> bool:
+        """Allocate pages for more tokens. If necessary, preempt this sequence or others that are not ``in_step``."""
         kv = sequence.kv
         needed = pages_for(kv.num_planned_tokens + count, self._page_size) - kv.num_pages
         if needed <= 0:
             return True
         demands = [(needed, sequence.owner_base + kv.num_pages)] * len(kv.pages)
-        running = self.running.values()
         while not self._allocator.can_allocate(demands):
-            last = max((other for other in running if other is sequence or not other.is_loading), key=urgency)
+            last = self._last(sequence, in_step)
             if not last.is_loading:
                 self._preempt(last)
             if last is sequence:
@@ -180,6 +183,19 @@ class PageHolders:
         for pages, new in zip(kv.pages, self._allocator.allocate(demands), strict=True):
             pages += new
         return True
+
+    def _last(self, sequence: TokenSequence, in_step: Collection[Room]) -> TokenSequence:
+        """Return the sequence to preempt if this one needs a page.
+
+        The oldest of the most urgent sequences is only preempted for itself, so some sequence always makes progress.
+        """
+        running = self.running.values()
+        held, oldest = Shares.of_pages(running), min(running, key=urgency)
+        others = (other for other in running if not other.is_loading and other.room not in in_step)
+        return max(
+            (sequence, *others),
+            key=lambda other: (other is not oldest, other.priority, held.used(other.tenant), other.arrival_number),
+        )
 
     def put_into_cache(self, sequence: TokenSequence) -> None:
         """Cache complete pages, unless a load may still write to them."""
@@ -239,14 +255,18 @@ class PageHolders:
 
     def _count_overtaking(self, sequence: TokenSequence, oldest: TokenSequence) -> int:
         """Return how many of the oldest waiting sequence's pages this one would take. Zero if both fit now, or will fit
-        once all sequences older than the oldest waiting one have ended.
+        once all sequences have ended that are older than the oldest waiting one and did not overtake it.
         """
         reserved = self._all_demands(oldest)
         if sequence is oldest or self._allocator.can_allocate([*self._all_demands(sequence), *reserved]):
             return 0
         cached = self._find_cached(sequence)
-        younger = [other for other in self.running.values() if other.arrival_number > oldest.arrival_number]
-        taken = set(live_pages(cached)).union(*(live_pages(other.kv.pages) for other in younger))
+        later = [
+            other
+            for other in self.running.values()
+            if other.arrival_number > oldest.arrival_number or self.waiting.has_overtaken(other)
+        ]
+        taken = set(live_pages(cached)).union(*(live_pages(other.kv.pages) for other in later))
         demands = [*_demands(sequence, self._gaps(sequence, cached)), *reserved]
         return 0 if self._allocator.would_fit(demands, taken) else self._pages_of(sequence)
 

@@ -95,6 +95,10 @@ class TokenSequence:
         return self.submit.priority
 
     @property
+    def tenant(self) -> str:
+        return self.submit.tenant
+
+    @property
     def num_outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
 

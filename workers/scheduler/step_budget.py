@@ -68,33 +68,37 @@ class Budget:
         has_slot = room in self.granted or len(self.granted) < self._max_requests
         return has_slot and self._num_left > 0 and self._time_left > 0
 
-    def grant(self, room: Room, prefix_len: int, num_tokens: int) -> None:
-        """Raise a room's number of tokens to ``num_tokens``, or as far as the budget allows."""
+    def grant(self, room: Room, prefix_len: int, num_tokens: int) -> int:
+        """Raise a room's number of tokens to ``num_tokens``, or as far as the budget allows. Return the increase."""
         chunk = self._chunk(prefix_len)
         count = min(num_tokens - self.granted.get(room, 0), int(self._time_left * chunk + _ROUNDING))
-        self._add(room, prefix_len, count, chunk)
+        return self._add(room, prefix_len, count, chunk)
 
-    def grant_share(self, room: Room, prefix_len: int, num_tokens: int, share: float) -> None:
-        """Grant a room its initial share of the step, at least one token."""
+    def grant_share(self, room: Room, prefix_len: int, num_tokens: int, share: float) -> int:
+        """Grant a room its initial share of the step, at least one token. Return the number of tokens."""
         chunk = self._chunk(prefix_len)
-        self._add(room, prefix_len, min(num_tokens, max(1, int(share * min(chunk, self._num_left)))), chunk)
+        return self._add(room, prefix_len, min(num_tokens, max(1, int(share * min(chunk, self._num_left)))), chunk)
 
-    def grant_stream(self, room: Room, prefix_len: int) -> None:
-        """Grant one token to a room. Requires ``is_open``."""
+    def grant_stream(self, room: Room, prefix_len: int) -> int:
+        """Grant one token to a room if time is left. Return the number of tokens. Requires ``is_open``."""
         chunk = self._chunk(prefix_len)
-        if self._time_left * chunk + _ROUNDING >= 1:
-            self._num_left -= 1
-            self._time_left = max(0.0, self._time_left - 1 / chunk)
-            self.granted[room] = 1
+        if self._time_left * chunk + _ROUNDING < 1:
+            return 0
+        self._num_left -= 1
+        self._time_left = max(0.0, self._time_left - 1 / chunk)
+        self.granted[room] = 1
+        return 1
 
-    def _add(self, room: Room, prefix_len: int, count: int, chunk: int) -> None:
+    def _add(self, room: Room, prefix_len: int, count: int, chunk: int) -> int:
         count = min(count, self._num_left)
         before = 0 if room in self.granted else prefix_len
         if self._context_left is not None and self.granted:
             count = min(count, self._context_left - before)
-        if count > 0 and self.is_open(room):
-            if self._context_left is not None:
-                self._context_left -= before + count
-            self._num_left -= count
-            self._time_left = max(0.0, self._time_left - count / chunk)
-            self.granted[room] = self.granted.get(room, 0) + count
+        if count <= 0 or not self.is_open(room):
+            return 0
+        if self._context_left is not None:
+            self._context_left -= before + count
+        self._num_left -= count
+        self._time_left = max(0.0, self._time_left - count / chunk)
+        self.granted[room] = self.granted.get(room, 0) + count
+        return count

@@ -1,11 +1,13 @@
 """Step scheduling by continuous batching over one page pool. Sans I/O. Serves both roles.
 
 A plan is made in phases: streams, which decode one token each; then the oldest sequences; then the others by priority.
-``holders`` tracks the sequences and their pages, and ``step_budget`` defines their order and the budget of a step.
+In each phase, tenants that compete for the step take turns. ``holders`` tracks the sequences and their pages,
+``step_budget`` defines their order and the budget of a step, and ``shares`` the turns.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from msgspec.structs import replace
 
@@ -17,7 +19,11 @@ from workers.context_parallel.cost_model import Choose, ChunkLen
 from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
 from workers.scheduler.sequence import TokenSequence, new_request, schedule, urgency
+from workers.scheduler.shares import Shares, Turns
 from workers.scheduler.step_budget import Budget, Precedence, precedence
+
+TURNS = 16
+"""Number of turns into which a step's tokens are divided if several tenants compete for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,10 @@ class _Candidates:
     computed_by: dict[bytes, TokenSequence]
     """Sequences by the keys of the pages that they compute in this step or in a step under way."""
 
+    @property
+    def num_tenants(self) -> int:
+        return len({sequence.tenant for sequence in self.sequences})
+
     def by_priority(self) -> list[TokenSequence]:
         return sorted(self.sequences, key=lambda sequence: self.precedences[sequence.room].sort_key)
 
@@ -75,6 +85,7 @@ class StepScheduler:
         self._limits = limits
         self._choose = choose
         self._chunk = chunk or (lambda _prefix_len: limits.chunk_tokens)
+        self._shares = Shares()
         self.num_under_way = 0
         """Number of plans that have not been committed yet."""
         self._step = 0
@@ -108,6 +119,7 @@ class StepScheduler:
         candidates = self._find_candidates(budget)
         self._schedule_oldest(candidates, budget)
         self._schedule_by_priority(candidates, budget)
+        self._shares.settle()
         return self._make_plan(budget.granted) if budget.granted else None
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> list[TokenSequence]:
@@ -141,13 +153,21 @@ class StepScheduler:
         """
         running = self.holders.running.values()
         streams = sorted((sequence for sequence in running if sequence.is_stream), key=urgency)
+        num_streams = len(streams)
         if self._limits.depth > 1 and not self._limits.runs_ahead:
             num_streams = -(-sum(sequence.num_outputs > 0 for sequence in running) // self._limits.depth)
-            streams = streams[:num_streams]
-        for sequence in streams:
-            # A stream that was preempted for an earlier stream has no pages.
-            if budget.is_open(sequence.room) and sequence.kv.pages and self.holders.grow(sequence, 1):
-                budget.grant_stream(sequence.room, sequence.kv.num_planned_tokens)
+        # The oldest stream gets its page before those whose turn is earlier, so that it is not preempted for them.
+        for sequence in streams[:1]:
+            self.holders.grow(sequence, 1)
+        for sequence in islice(Turns(streams, self._shares), num_streams):
+            is_open = budget.is_open(sequence.room)
+            # A stream that was preempted for another one has no pages.
+            if is_open and not (sequence.kv.pages and self.holders.grow(sequence, 1, in_step=budget.granted)):
+                continue
+            if is_open and budget.grant_stream(sequence.room, sequence.kv.num_planned_tokens):
+                self._shares.charge(sequence, 1)
+            else:
+                self._shares.note_unserved(sequence)
 
     def _find_candidates(self, budget: Budget) -> _Candidates:
         running = self.holders.running.values()
@@ -169,16 +189,19 @@ class StepScheduler:
         return _Candidates(sequences, precedences, is_alone, computed_by)
 
     def _schedule_oldest(self, candidates: _Candidates, budget: Budget) -> None:
-        """Grant a share of the step to each length class's oldest sequence that has pages or can get them."""
+        """Grant a share of the step to each length class's oldest sequence that has pages or can get them. Among
+        tenants that compete, it is the oldest sequence of the one that has used least.
+        """
         share = self._oldest_share
         groups = candidates.by_length() if share else {}
         for group in groups.values():
-            for sequence in group:
+            for sequence in sorted(group, key=lambda sequence: self._shares.used(sequence.tenant)):
                 if not budget.is_open(sequence.room):
                     continue
                 if sequence.kv.pages or self.holders.start(sequence, is_alone=candidates.is_alone):
                     num_planned, num_pending = sequence.kv.num_planned_tokens, sequence.num_pending_tokens
-                    budget.grant_share(sequence.room, num_planned, num_pending, share / len(groups))
+                    count = budget.grant_share(sequence.room, num_planned, num_pending, share / len(groups))
+                    self._shares.charge(sequence, count)
                     self._note_computing(sequence, candidates, budget)
                     break
 
@@ -191,16 +214,31 @@ class StepScheduler:
         return max(2 * share - 1, 0.0) if self._step % 2 else min(2 * share, 1.0)
 
     def _schedule_by_priority(self, candidates: _Candidates, budget: Budget) -> None:
-        """Grant the rest of the step in order of priority. If another sequence computes a sequence's next page, the
-        share goes to that other sequence, and the page is found in the cache later.
+        """Grant the rest of the step in order of priority, in turns of tenants. If another sequence computes a
+        sequence's next page, the turn goes to that other sequence, and the page is found in the cache later.
         """
-        for sequence in candidates.by_priority():
-            if sequence.waits_for_load or not budget.is_open(sequence.room):
+        turn_tokens = self._limits.chunk_tokens
+        if candidates.num_tenants > 1:
+            turn_tokens = -(-turn_tokens // TURNS)
+        turns = Turns(candidates.by_priority(), self._shares)
+        for sequence in turns:
+            if sequence.waits_for_load:
+                continue
+            if not budget.is_open(sequence.room):
+                self._shares.note_unserved(sequence)
                 continue
             chosen = self._who_computes(sequence, candidates)
-            if chosen is not None:
-                budget.grant(chosen.room, chosen.kv.num_planned_tokens, chosen.num_pending_tokens)
-                self._note_computing(chosen, candidates, budget)
+            if chosen is None:
+                continue
+            num_pending, num_granted = chosen.num_pending_tokens, budget.granted.get(chosen.room, 0)
+            wanted = min(num_pending, num_granted + turn_tokens)
+            count = budget.grant(chosen.room, chosen.kv.num_planned_tokens, wanted)
+            self._shares.charge(chosen, count)
+            self._note_computing(chosen, candidates, budget)
+            if count == turn_tokens:
+                turns.repeat(sequence)
+            elif num_granted + count < num_pending:
+                self._shares.note_unserved(chosen)
 
     def _who_computes(self, sequence: TokenSequence, candidates: _Candidates) -> TokenSequence | None:
         """Return the sequence that computes this one's next page, usually itself. None if this one cannot get pages."""

@@ -32,6 +32,7 @@ def sequence(
     stops: Iterable[int] = (),
     penalty: float = 0.0,
     priority: int = 0,
+    tenant: str = "",
 ) -> TokenSequence:
     return sequence_of(
         room,
@@ -41,6 +42,7 @@ def sequence(
         max_len=MAX_LEN,
         priority=priority,
         owner_base=owner_base,
+        tenant=tenant,
     )
 
 
@@ -87,6 +89,7 @@ class Ranks:
     stops=st.sampled_from([range(0), range(0, 1009, 5)]),
     penalty=st.sampled_from([0.0, 0.0, 1.0]),
     max_context_tokens=st.sampled_from([None, 12]),
+    num_tenants=st.integers(1, 3),
 )
 def test_outputs_do_not_depend_on_chunks_batches_preemptions_or_steps_under_way(
     prompts: list[list[int]],
@@ -100,6 +103,7 @@ def test_outputs_do_not_depend_on_chunks_batches_preemptions_or_steps_under_way(
     stops: range,
     penalty: float,
     max_context_tokens: int | None,
+    num_tenants: int,
 ) -> None:
     """Every third request has a penalty that depends on earlier tokens."""
     depth = 2 if runs_ahead else depth
@@ -111,7 +115,16 @@ def test_outputs_do_not_depend_on_chunks_batches_preemptions_or_steps_under_way(
     ranks = Ranks()
     under_way: deque[tuple[StepPlan, dict[Room, Sampled]]] = deque()
     for room, prompt in enumerate(prompts):
-        steps.add(sequence(room, prompt, max_tokens, room % num_owners, stops, 0.0 if room % 3 else penalty))
+        added = sequence(
+            room,
+            prompt,
+            max_tokens,
+            room % num_owners,
+            stops,
+            0.0 if room % 3 else penalty,
+            tenant=str(room % num_tenants),
+        )
+        steps.add(added)
     finished: dict[int, list[int]] = {}
     for _ in range(5000):
         plan = steps.next_plan()
