@@ -24,7 +24,7 @@ from router.fair_queue import FairQueue
 SHARED_SALT = "\0"
 """Salt of all API keys that share their cached prompts."""
 ANYBODY = "anybody"
-"""Account name that all clients share if no keys are configured."""
+"""Name of the tenant to which all clients belong if no keys are configured."""
 _ALLOWED = (
     "a YAML list of entries with name, key and optionally max_requests, tokens_per_minute, priority, weight, cache"
 )

@@ -66,6 +66,10 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True
     """Salt of the page keys. Only requests with the same salt share cached pages."""
     priority: int = 0
     """Priority; lower values are scheduled earlier."""
+    tenant: str = ""
+    """Name of the API key whose share the request uses."""
+    weight: float = 1.0
+    """The API key's share, relative to those of other keys."""
     traced: bool = False
     """True if every rank records a trace of the request."""
     dp_rank: int | None = None
@@ -162,6 +166,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True
             prompt_of=prompt_of,
             cache_salt=self.cache_salt,
             priority=self.priority,
+            tenant=self.tenant,
+            weight=self.weight,
             traced=self.traced,
             dp_rank=self.dp_rank,
         )

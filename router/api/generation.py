@@ -79,6 +79,7 @@ def _complete(
     """Add to a request what the headers say, and the ``keys`` of its first pages."""
     request.session_id, request.arrived_s = session_of(http, asked.session_id), arrival_of(http).arrived_s
     request.priority = priority_of(http, asked.priority)
+    request.tenant, request.weight = share_of(http)
     request.dp_rank = dp_rank_of(http, service.config, asked.dp_rank)
     if request.may_use_cache:
         request.page_keys = PromptKeys(request.prompt_ids, service.model.page_size, request.cache_salt, keys)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 ADMIN = {"authorization": "Bearer the-admin-key"}
 KEYS = """
-- {name: busy, key: key-of-busy, max_requests: 1, priority: 3, cache: shared}
+- {name: busy, key: key-of-busy, max_requests: 1, priority: 3, weight: 2.5, cache: shared}
 - {name: thrifty, key: key-of-thrifty, tokens_per_minute: 5, cache: shared}
 """
 
@@ -185,6 +185,14 @@ def test_a_key_has_a_limit_of_open_requests(guarded: RouterCluster) -> None:
         assert "[DONE]" in reply.read().decode()
     guarded.assert_empty()
     assert ask(guarded, "key-of-busy").status_code == 200
+
+
+def test_replicas_learn_the_tenant_and_its_weight(guarded: RouterCluster) -> None:
+    seen = set()
+    for key in ("key-of-busy", "key-of-anybody"):
+        assert ask(guarded, key).status_code == 200
+        seen.add((guarded.last_submit().tenant, guarded.last_submit().weight))
+    assert seen == {("busy", 2.5), ("key-0", 1.0)}
 
 
 def test_a_key_has_its_priority_and_may_only_ask_for_later(guarded: RouterCluster) -> None:

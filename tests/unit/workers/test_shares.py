@@ -19,6 +19,7 @@ from tests.fakes.prefill_steps import PrefillSteps
 from tests.fakes.sequences import sequence_of
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import undivided
+from workers.scheduler.sequence import KvState
 from workers.scheduler.step_scheduler import TURNS, StepLimits, StepScheduler
 
 CHUNK = 64
@@ -142,18 +143,32 @@ def test_a_single_tenants_name_and_weight_change_nothing(lengths: list[tuple[int
     assert plans[""] == plans["a"]
 
 
+def test_a_large_prompt_gets_pages_despite_an_older_flood_of_smaller_ones() -> None:
+    """The large prompt and one of the flood fit together, but not with a second one that starts meanwhile."""
+    steps = TenantSteps(num_pages=100)
+    steps.flood("flood", [18 * PAGE_SIZE] * 200)
+    steps.served_in(5)
+    (large,) = steps.flood("other", [81 * PAGE_SIZE], weight=0.2)
+    steps.served_in(25)
+    assert large in steps.ended
+
+
 def test_streams_take_turns_if_a_step_cannot_have_them_all() -> None:
-    steps = StepScheduler(PageAllocator(1000), StepLimits(PAGE_SIZE, CHUNK, 4), undivided)
+    allocator = PageAllocator(1000)
+    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, CHUNK, 4), undivided)
     for room in range(20):
-        tenant = "other" if room in (18, 19) else "flood"
-        steps.add(sequence_of(room, [1, 2], stopping=Stopping(max_tokens=100), tenant=tenant))
+        tenant = "other" if room >= 18 else "flood"
+        stream = sequence_of(room, [1, 2], stopping=Stopping(max_tokens=100), tenant=tenant)
+        stream.tokens.append(3)
+        stream.kv = KvState.after(2, allocator.allocate([(1, 0)]))
+        steps.add(stream)
     counts = Counter[int]()
-    for step in range(40):
+    for _ in range(20):
         plan = steps.next_plan()
         assert plan is not None
-        steps.commit(plan, {request.room: Sampled(token_id=1) for request in plan.scheduled if request.samples})
-        counts.update(int(request.room) for request in plan.scheduled if step >= 20)
-    assert counts[18] + counts[19] == 40, "half of 20 steps with 4 requests"
+        steps.commit(plan, {request.room: Sampled(token_id=1) for request in plan.scheduled})
+        counts.update(int(request.room) for request in plan.scheduled)
+    assert counts[18] + counts[19] == 20 * 4 / 2
 
 
 class DecodeOnly:
