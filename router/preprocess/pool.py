@@ -31,7 +31,7 @@ from router.preprocess.job import (
 )
 from router.preprocess.model import ServedModel
 from router.preprocess.preprocessor import MustCompileError, preprocess
-from router.preprocess.process import MEMORY, PROBLEMS, too_complex
+from router.preprocess.process import error_of
 
 NUM_PROCESSES = 2
 INLINE_BYTES = 4096
@@ -40,7 +40,6 @@ _ID_BYTES = 12
 """Maximum size of a token id in a body, with white space."""
 _WALL_S = 60.0
 """Maximum time for one body on a busy machine."""
-_STOP_S = 1.0
 _ROOT = Path(cluster.__file__).parents[1]
 
 
@@ -64,7 +63,7 @@ class PreprocessPool:
                     group.create_task(self._serve())
         finally:
             for waiting in self._waiting:
-                waiting.fail(ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the router is stopping", code="stopped"))
+                waiting.fail(_stopped())
 
     async def run(self, job: Job, tenant: str, weight: float = 1.0) -> Preprocessed | JsonText:
         """Preprocess a body in one of the processes.
@@ -102,7 +101,7 @@ class PreprocessPool:
     async def _serve_with(self, process: "_Process") -> None:
         """Give jobs to a process until it ends or has to be ended."""
         ready = await process.call(self._setup)
-        assert isinstance(ready, Ready), f"a preprocessing process could not start: {process.status()}"
+        assert isinstance(ready, Ready), "a preprocessing process could not start; its output says why"
         while True:
             async with self._arrived:
                 await self._arrived.wait_for(lambda: len(self._waiting) > 0)
@@ -110,18 +109,20 @@ class PreprocessPool:
             try:
                 async with asyncio.timeout(_WALL_S):
                     outcome = await process.call(encode(waiting.job))
+                match outcome:
+                    case Preprocessed() | JsonText():
+                        waiting.succeed(outcome)
+                    case Refusal():
+                        waiting.fail(outcome.error)
+                    case _:
+                        waiting.fail(error_of(await process.status()))
+                        return
             except TimeoutError:
                 message = f"the router is too busy to read this request within {_WALL_S:g} s; try again"
                 waiting.fail(ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="busy"))
                 return
-            match outcome:
-                case Preprocessed() | JsonText():
-                    waiting.succeed(outcome)
-                case Refusal():
-                    waiting.fail(outcome.error)
-                case _:
-                    waiting.fail(too_complex(PROBLEMS.get(-process.status(), MEMORY)))
-                    return
+            finally:
+                waiting.fail(_stopped())  # unless it has an outcome
 
 
 class _Waiting:
@@ -184,6 +185,10 @@ class _Process:
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
-    def status(self) -> int:
+    async def status(self) -> int:
         """Return the exit status of a process that has closed its socket."""
-        return self._process.wait(_STOP_S)
+        return await asyncio.to_thread(self._process.wait)
+
+
+def _stopped() -> ApiError:
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the router is stopping", code="stopped")

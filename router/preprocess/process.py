@@ -1,7 +1,7 @@
 """Process that preprocesses bodies for one router: ``python -m router.preprocess.process``, with a socket as stdin.
 
-The kernel ends it where a body takes too much time or memory. Whatever its exit status, the router tells the client
-why and starts another process.
+The kernel ends it if a body takes too much time or memory. From its exit status, the router tells the client why, and
+it starts another process.
 """
 
 import resource
@@ -27,8 +27,8 @@ GRAMMAR_S = 1.0
 """Maximum processor time for the grammar of one body, which the replicas also have to compile."""
 MEMORY_BYTES = 4 << 30
 """Maximum memory of one process. A text of four million tokens takes 1.5 GiB."""
-MEMORY = f"the body takes more than {MEMORY_BYTES >> 30} GiB of memory to read; allowed: a shorter one"
-PROBLEMS: Mapping[int, str] = {
+_MEMORY = f"the body takes more than {MEMORY_BYTES >> 30} GiB of memory to read; allowed: a shorter one"
+_PROBLEMS: Mapping[int, str] = {
     signal.SIGPROF: f"the body takes more than {TIME_S:g} s of processor time to read; allowed: a shorter one",
     signal.SIGVTALRM: f"the grammar or schema takes more than {GRAMMAR_S:g} s to compile; allowed: a simpler one",
 }
@@ -48,7 +48,14 @@ class TimedGrammars(Grammars):
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def too_complex(message: str) -> ApiError:
+def error_of(status: int) -> ApiError:
+    """Return the error of the body for which a process ended with this exit status."""
+    if status >= 0:
+        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; see the router's log")
+    return _too_complex(_PROBLEMS.get(-status, _MEMORY))
+
+
+def _too_complex(message: str) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, code="too_complex")
 
 
@@ -79,7 +86,7 @@ def _outcome(model: ServedModel, job: Job) -> Preprocessed | JsonText | Refusal:
     except ApiError as error:
         return Refusal.of(error)
     except MemoryError:
-        return Refusal.of(too_complex(MEMORY))
+        return Refusal.of(_too_complex(_MEMORY))
 
 
 def _messages(channel: socket.socket) -> Iterator[bytes]:

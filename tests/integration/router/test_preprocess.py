@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from router.page_index import LONG_TOKENS, PromptKeys
 from router.preprocess.job import Job, JsonText, Preprocessed, Route, encode
 from router.preprocess.model import read_model
 from router.preprocess.pool import PreprocessPool
+from router.preprocess.process import error_of
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.router_cluster import MODEL, config_of
 
@@ -97,12 +99,25 @@ async def test_long_texts_do_not_pass_through_the_router(pool: PreprocessPool) -
     assert json.loads(made.text)["count"] > 1000
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (-signal.SIGPROF, 400, "the body takes more than 10 s of processor time"),
+        (-signal.SIGABRT, 400, "the body takes more than 4 GiB of memory"),
+        (1, 500, "internal error"),
+    ],
+)
+def test_the_exit_status_of_a_process_says_what_was_wrong(status: int, code: int, words: str) -> None:
+    error = error_of(status)
+    assert (error.status, str(error)[: len(words)]) == (code, words)
+
+
 async def test_waiting_jobs_fail_when_the_router_stops(folder: Path) -> None:
     config = config_of()
     made = PreprocessPool(config, folder, read_model(config, folder))
     serving = asyncio.create_task(made.serve())
     waiting = [asyncio.create_task(made.run(job(prompt="a b c d " * 1000), "alice")) for _ in range(3)]
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.1)
     serving.cancel()
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert [str(outcome) for outcome in outcomes] == ["the router is stopping"] * 3
