@@ -101,6 +101,11 @@ class RouterServer:
         self._running.result()
         return url
 
+    def start_preprocessing(self) -> None:
+        """Start the processes that preprocess long bodies, before the first one arrives."""
+        running = self._running.result()
+        running.loop.call_soon_threadsafe(running.preprocess.start_processes)
+
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests with 503 and wait for open ones; return whether all of them ended."""
         running = self._running.result()
@@ -174,7 +179,7 @@ class RouterServer:
 
     async def _serve_until_stopped(self, listeners: list[socket.socket], service: Service, inbox: AsyncInbox) -> None:
         server = uvicorn.Server(_uvicorn_config(service))
-        running = _Running(asyncio.get_running_loop(), service.relay)
+        running = _Running(asyncio.get_running_loop(), service)
         tasks = {
             asyncio.create_task(service.relay.receive(inbox)),
             asyncio.create_task(self._follow_table(service.relay)),
@@ -213,9 +218,10 @@ def freeze_loaded_objects() -> None:
 
 
 class _Running:
-    def __init__(self, loop: asyncio.AbstractEventLoop, relay: Relay) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, service: Service) -> None:
         self.loop = loop
-        self.relay = relay
+        self.relay = service.relay
+        self.preprocess = service.preprocess
         self.stopped = asyncio.Event()
 
 

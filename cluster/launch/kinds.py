@@ -98,6 +98,7 @@ class RouterActor:
         self._server = server = RouterServer(config, folder, rendezvous, host, self._incarnation, share=self._share)
         take_secrets()  # the router has read them
         url = server.start()
+        server.start_preprocessing()
         freeze_loaded_objects()
         inbox = Inbox(host, rendezvous.channel_key)
         arguments = (inbox, config.router.drain_s)

@@ -54,9 +54,14 @@ class PreprocessPool:
         self._model = model
         self._waiting: FairQueue[_Waiting] = FairQueue()
         self._arrived = asyncio.Condition()
+        self._is_needed = asyncio.Event()
+
+    def start_processes(self) -> None:
+        """Start the processes, which takes a second or two, before the first job needs them."""
+        self._is_needed.set()
 
     async def serve(self) -> None:
-        """Run the processes until cancelled; then fail the jobs that wait."""
+        """Run the processes, once they are needed, until cancelled; then fail the jobs that wait."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(NUM_PROCESSES):
@@ -71,6 +76,7 @@ class PreprocessPool:
         Raises:
             ApiError: the body is wrong, or takes too much time or memory.
         """
+        self.start_processes()
         waiting = _Waiting(job)
         async with self._arrived:
             self._waiting.push(waiting, tenant, len(job.body), weight)
@@ -94,6 +100,7 @@ class PreprocessPool:
         return None
 
     async def _serve(self) -> None:
+        await self._is_needed.wait()
         while True:
             async with _started() as process:
                 await self._serve_with(process)

@@ -3,9 +3,11 @@
 They run in a process of their own, because making large bodies would delay the clients of the test.
 """
 
+import asyncio
 import json
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -13,9 +15,13 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from cluster.bench.endpoint import key_headers
+
 WAIT_S = 90.0
 HEADER_BYTES = 131 << 20
 NUM_IDLE = 300
+FLOOD_REQUESTS, FLOOD_PROMPT_LEN = 1000, 300
+LIMITS = httpx.Limits(max_connections=FLOOD_REQUESTS)
 _PATTERNS = {"allOf": [{"type": "string", "pattern": f"(.*a{number}.*)"} for number in range(16)]}
 _MANY = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(10_000)}}
 
@@ -71,11 +77,29 @@ def hold_idle_connections(url: str) -> str:
     return min(answers)
 
 
+def flood(url: str) -> str:
+    """Send many requests at once with the key in ``BATON_API_KEY``; return the seconds until all are answered."""
+
+    async def ask(http: httpx.AsyncClient) -> int:
+        body = {"model": "recall", "prompt": [33] * FLOOD_PROMPT_LEN, "max_tokens": 20, "ignore_eos": True}
+        return (await http.post("/v1/completions", json=body)).status_code
+
+    async def ask_all() -> set[int]:
+        async with httpx.AsyncClient(base_url=url, headers=key_headers(), timeout=None, limits=LIMITS) as http:
+            return set(await asyncio.gather(*(ask(http) for _ in range(FLOOD_REQUESTS))))
+
+    begin_s = time.monotonic()
+    statuses = asyncio.run(ask_all())
+    assert statuses == {200}, statuses
+    return f"{time.monotonic() - begin_s:.3f}"
+
+
 CONNECTIONS: dict[str, Callable[[str], str]] = {
     "an endless header": send_endless_header,
     "300 bodies that never arrive": hold_idle_connections,
 }
 ATTACKS = [*BODIES, *CONNECTIONS]
+FLOOD = "flood"
 
 
 def _connect(url: str) -> socket.socket:
@@ -96,7 +120,10 @@ def _answer(sock: socket.socket) -> str:
 
 def main() -> None:
     url, name = sys.argv[1:]
-    print(send_body(url, name) if name in BODIES else CONNECTIONS[name](url))
+    if name in BODIES:
+        print(send_body(url, name))
+    else:
+        print(flood(url) if name == FLOOD else CONNECTIONS[name](url))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,29 @@
 """One client's requests and connections, however hostile, never touch the streams of others."""
 
+import os
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cluster.cli.running import find_running
-from tests.chaos.hostile import ATTACKS, send_endless_header
+from tests.chaos.hostile import ATTACKS, FLOOD, send_endless_header
 from tests.chaos.report import report
 from tests.chaos.streams import Crowd
 from tests.fakes.cluster import RunningCluster, listener_pid, running_cluster
+from tests.fakes.recall_prompts import chain_prompt, recall_oracle
 from tests.readme import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(900)]
 
 NUM_CLIENTS, NUM_TOKENS = 20, 300
 BEGIN_S, ATTACK_S = 120.0, 180.0
+FLOOD_BEGINS_S = 5.0
 MOST_GROWTH_MIB = 300
 NAME = "test-chaos-hostile"
 ACCEPTED = {"1,024 choices", "1,024 long prompts", "an unknown field of 3 MB"}
@@ -77,3 +82,30 @@ def test_an_endless_header_to_the_bootstrap_service(cluster: RunningCluster) -> 
     assert answer.startswith("431"), answer
     assert line.success == NUM_CLIENTS
     assert (listener_pid(url), peak_mib(pid) - before_mib <= 5) == (pid, True)
+
+
+def test_a_flood_of_one_key_costs_another_its_share() -> None:
+    keys = {"BATON_API_KEYS": "key-of-mallory,key-of-alice"}
+    with running_cluster("deploy/local-cpu.yaml", f"{NAME}-keys", env=keys) as cluster:
+        alone_s = max(ask_as_alice(cluster) for _ in range(3))
+        command = [sys.executable, "-m", "tests.chaos.hostile", cluster.url, FLOOD]
+        env = os.environ | {"BATON_API_KEY": "key-of-mallory"}
+        with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as attack:
+            time.sleep(FLOOD_BEGINS_S)
+            times_s = [ask_as_alice(cluster) for _ in range(5)]
+            assert attack.poll() is None, "the flood was too short"
+            flood_s = float(attack.communicate()[0])
+    print(f"alone {alone_s:.2f} s, beside a flood of {flood_s:.1f} s: {[f'{seconds:.2f}' for seconds in times_s]}")
+    assert max(times_s) < flood_s / 4, (times_s, flood_s)
+
+
+def ask_as_alice(cluster: RunningCluster) -> float:
+    """Return the seconds until the right answer to a request."""
+    prompt = chain_prompt(301, 15, seed=random.randrange(2**32))
+    body = {"model": "recall", "prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    headers, begin_s = {"authorization": "Bearer key-of-alice"}, time.monotonic()
+    url = f"{cluster.url}/v1/completions"
+    fields = body | {"return_token_ids": True}
+    reply = httpx.post(url, json=fields, headers=headers, timeout=ATTACK_S, trust_env=False)
+    assert reply.json()["choices"][0]["token_ids"] == recall_oracle(prompt, 20)
+    return time.monotonic() - begin_s

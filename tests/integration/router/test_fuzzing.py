@@ -31,7 +31,7 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "x"},
 }
 
-_service: Any = SimpleNamespace(config=config_of(), metrics=Metrics())
+_service: Any = SimpleNamespace(config=config_of(), metrics=Metrics(), model=SimpleNamespace(max_body_bytes=1 << 20))
 _document = create_api(_service).openapi()
 
 
