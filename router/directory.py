@@ -6,7 +6,6 @@ from itertools import chain
 
 import msgspec
 
-from cluster.spec.clock import Attention
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role
 from cluster.spec.registry import RankRecord, ReplicaEntry, TableSnapshot
 
@@ -14,8 +13,10 @@ MAX_FAILURES = 5
 """Number of consecutive failures that opens a breaker. It exceeds MAX_RETRIES, since one request may be at fault."""
 OPEN_S = 10.0
 """Time for which a breaker stays open, about as long as a rank takes to restart on a CPU."""
-LAG_S = 0.5
-"""Maximum time between two looks that counts for a missing replica. A later look means that the router was stalled."""
+LOOK_S = 0.5
+"""Interval between looks at the table while a replica is missing."""
+LAG_S = 1.0
+"""Time without an answer after which the table may have lost replicas that still run, or the router was stalled."""
 
 
 @dataclass(slots=True)
@@ -23,7 +24,7 @@ class _Known:
     entry: ReplicaEntry
     """Latest entry in which the replica was ready."""
     missing_since_s: float | None = None
-    """Attentive time of the first table without the replica."""
+    """Time of the first table without the replica, after which the table was heard without a lag."""
     silent: bool = False
     """True if the replica's lease expired, which is stronger evidence of its loss than its absence from the table."""
 
@@ -44,16 +45,38 @@ class Directory:
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._attention = Attention(LAG_S)
+        self._heard_s = 0.0
+        """Time of the table's latest answer."""
         self._known: dict[tuple[ReplicaId, Incarnation], _Known] = {}
         self._known_usable: _Usable | None = None
         """Cache of ``_usable``, which every request reads; cleared by every change."""
         self.snapshot: TableSnapshot | None = None
         """Latest snapshot; None before the bootstrap service responds."""
 
-    def update(self, snapshot: TableSnapshot, now_s: float) -> list[Peer]:
-        """Apply a new snapshot; return the peers that are now lost."""
-        heard_s = self._attention.look(now_s)
+    def update(self, snapshot: TableSnapshot | None, now_s: float) -> list[Peer]:
+        """Apply an answer of the table, None if nothing has changed; return the peers that are now lost.
+
+        A replica is lost if it has been missing for the grace period, during which the table must have answered.
+        """
+        self._listen(now_s)
+        if snapshot is not None:
+            self._apply(snapshot, now_s)
+        lost = {key: known.peer for key, known in self._known.items() if self._is_lost(known, now_s)}
+        for key in lost:
+            del self._known[key]
+        if lost:
+            self._known_usable = None
+        return list(lost.values())
+
+    def _listen(self, now_s: float) -> None:
+        """Restart the grace period of missing replicas if the table, perhaps a new one, could not be heard."""
+        if now_s > self._heard_s + LAG_S:
+            for known in self._known.values():
+                if known.missing_since_s is not None:
+                    known.missing_since_s = now_s
+        self._heard_s = now_s
+
+    def _apply(self, snapshot: TableSnapshot, now_s: float) -> None:
         self.snapshot = snapshot
         self._known_usable = None
         entries = {(entry.replica, entry.incarnation): entry for entry in snapshot.replicas}
@@ -63,25 +86,13 @@ class Directory:
             if entry is not None and entry.ready:
                 continue
             if known.missing_since_s is None:
-                known.missing_since_s = heard_s
+                known.missing_since_s = now_s
             known.silent = known.silent or (entry is not None and not _is_new_to_table(entry, known.entry))
-        return self.expire(now_s)
-
-    def expire(self, now_s: float) -> list[Peer]:
-        """Return the peers that have been missing for too long."""
-        heard_s = self._attention.look(now_s)
-        lost = {key: known.peer for key, known in self._known.items() if self._is_lost(known, heard_s)}
-        for key in lost:
-            del self._known[key]
-        if lost:
-            self._known_usable = None
-        return list(lost.values())
 
     @property
-    def next_deadline_s(self) -> float | None:
-        """Earliest time at which ``expire`` may have something to do."""
-        missing = [known.missing_since_s for known in self._known.values() if known.missing_since_s is not None]
-        return self._attention.next_look_s(min(missing) + self._grace_s) if missing else None
+    def is_missing_any(self) -> bool:
+        """Return whether the table must be asked every ``LOOK_S``."""
+        return any(known.missing_since_s is not None for known in self._known.values())
 
     def ready(self, role: Role) -> list[Peer]:
         """Return the replicas of a role that accept requests, ordered by id."""
@@ -128,12 +139,12 @@ class Directory:
         ]
         return sorted(self._present(role) or missing, key=lambda entry: (len(entry.replica), entry.replica))
 
-    def _is_lost(self, known: _Known, heard_s: float) -> bool:
+    def _is_lost(self, known: _Known, now_s: float) -> bool:
         if known.missing_since_s is None:
             return False
         if known.silent and self._present(known.entry.role):
             return True
-        return self._is_proven_gone(known.peer) or heard_s >= known.missing_since_s + self._grace_s
+        return self._is_proven_gone(known.peer) or now_s >= known.missing_since_s + self._grace_s
 
     def _present(self, role: Role) -> list[ReplicaEntry]:
         """Return the replicas in the table that accept requests."""

@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
+from cluster.bootstrap.client import WATCH_S
 from cluster.channel import AsyncInbox, Outbox
 from cluster.logs import with_facts
 from cluster.spec.clock import Clock
@@ -26,7 +27,7 @@ from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason
 from router.answer import Answer, OpenChoice
 from router.commands import Commands
-from router.directory import Directory
+from router.directory import LOOK_S, Directory
 from router.dispatch import RequestTable
 from router.errors import NotReadyError, QueueFullError
 from router.metrics import Metrics
@@ -165,7 +166,13 @@ class Relay:
                 self._requests.dropped["foreign"] += 1
         self._on_change()
 
-    def on_table(self, snapshot: TableSnapshot) -> None:
+    @property
+    def watch_s(self) -> float:
+        """Maximum time for which the table may keep back an answer if nothing changes."""
+        return LOOK_S if self._directory.is_missing_any else WATCH_S
+
+    def on_table(self, snapshot: TableSnapshot | None) -> None:
+        """Handle an answer of the table, None if nothing has changed."""
         now_s = self._clock.now_s()
         before = self._directory.peers(*Role)
         self._give_up(self._directory.update(snapshot, now_s))
@@ -175,7 +182,6 @@ class Relay:
         for peer in self._picker.pages.update(self._directory.peers(*self._picker.prefix_roles), now_s):
             self._subscribe(peer)
         self._on_change()
-        self._wake_at(self._directory.next_deadline_s)
 
     async def drain(self) -> None:
         """Refuse new requests and wait until every answer has ended."""
@@ -289,6 +295,4 @@ class Relay:
         self._timer = None
         now_s = self._clock.now_s()
         self._perform(self._requests.expire(now_s))
-        self._give_up(self._directory.expire(now_s))
         self._wake_at(self._requests.next_deadline_s)
-        self._wake_at(self._directory.next_deadline_s)

@@ -36,7 +36,7 @@ from router.relay import Relay
 from router.service import Service
 from router.state_metrics import StateMetrics
 
-Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
+Watch = Callable[[str, str, Callable[[], float]], AsyncIterator[TableSnapshot | None]]
 """Function (bootstrap URL, token) that returns an endless stream of the table's snapshots."""
 
 _NEW_OBJECTS = 10_000
@@ -202,7 +202,8 @@ class RouterServer:
         await server.serve(sockets=listeners)
 
     async def _follow_table(self, relay: Relay) -> None:
-        async for snapshot in self._watch(self._rendezvous.bootstrap_url, self._rendezvous.token):
+        meeting = self._rendezvous
+        async for snapshot in self._watch(meeting.bootstrap_url, meeting.token, lambda: relay.watch_s):
             relay.on_table(snapshot)
         raise RuntimeError("the task that watches the bootstrap table ended")
 

@@ -16,7 +16,10 @@ from cluster.spec.registry import Heartbeat, RankRecord, ReplicaLoad, TableSnaps
 
 _log = logging.getLogger(__name__)
 
-_WATCH_S = 30.0
+WATCH_S = 30.0
+"""Maximum time for which a watch waits for a change."""
+_ANSWER_S = 5.0
+"""Maximum time of an answer beyond the wait for a change."""
 _RECONNECT_S = 0.5
 """Delay before reconnecting. It is shorter than a lease, so leases survive a restart of the service."""
 
@@ -82,20 +85,27 @@ class BootstrapClient:
         return _checked(reply)
 
 
-async def watch_table(url: str, token: str) -> AsyncGenerator[TableSnapshot, None]:
-    """Yield the table now and after every change; wait while the service is unavailable."""
+async def watch_table(
+    url: str, token: str, poll_s: Callable[[], float] = lambda: WATCH_S
+) -> AsyncGenerator[TableSnapshot | None, None]:
+    """Yield the table now and after every change, and None if it has not changed during the timeout ``poll_s``.
+
+    Wait while the service is unavailable.
+    """
     version = -1
-    async with httpx.AsyncClient(base_url=url, headers=_headers(token), timeout=_WATCH_S + 5, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=url, headers=_headers(token), trust_env=False) as http:
         while True:
+            timeout_s = poll_s()
             try:
-                snapshot = _snapshot(_checked(await http.get(_watch_path(version, _WATCH_S))))
+                reply = await http.get(_watch_path(version, timeout_s), timeout=timeout_s + _ANSWER_S)
+                snapshot = _snapshot(_checked(reply))
             except (httpx.TransportError, BatonError) as error:
                 _log.info("no table from %s: %s", url, error or type(error).__name__)
                 await asyncio.sleep(_RECONNECT_S)
                 continue
             if snapshot is not None:
                 version = snapshot.version
-                yield snapshot
+            yield snapshot
 
 
 def follow_table(
@@ -264,7 +274,7 @@ class ReplicaRegistrar(LeaseRenewer):
             _log.info("the bootstrap service is unavailable; the lease of %s will expire", self._record.replica)
 
     def _watch(self, client: BootstrapClient) -> None:
-        for snapshot in follow_table(client.watch, lambda: _WATCH_S):
+        for snapshot in follow_table(client.watch, lambda: WATCH_S):
             if self._stopping.is_set():
                 client.close()
                 return

@@ -11,6 +11,7 @@ from cluster.simulator.replica import LeaderProcess
 from cluster.simulator.scenario import PAGE_SIZE, ClientRequest
 from cluster.spec.clock import LEASE_S
 from cluster.spec.config import DeployConfig
+from cluster.spec.errors import BatonError
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Role, Room
 from cluster.spec.messages import Failure, Inquire, KvEvents, Message, Output, SubscribeKvEvents
 from cluster.spec.registry import TableSnapshot
@@ -100,6 +101,9 @@ class RouterProcess(Process):
         self._clients: dict[ChoiceId, Client] = {}
         self._connected: list[Client] = []
         """Clients whose requests have not been read."""
+        self._bootstrap = bootstrap
+        self._is_asking = False
+        """True while an answer of the bootstrap service is due."""
         self._unwatch = bootstrap.watch(HOME, lambda snapshot: self.when_running(partial(self._on_table, snapshot)))
         self.every(_POLL_S, self._poll)
 
@@ -161,7 +165,15 @@ class RouterProcess(Process):
     def _poll(self) -> None:
         now_s = self.env.now_s()
         self._perform(self.requests.expire(now_s))
-        self._give_up(self.directory.expire(now_s))
+        if self.directory.is_missing_any and not self._is_asking:
+            self._is_asking = True
+            self._bootstrap.call(HOME, lambda *_: None, self._on_answer)
+
+    def _on_answer(self, error: BatonError | None) -> None:
+        self._is_asking = False
+        snapshot = self._bootstrap.snapshot()
+        if error is None and snapshot is not None:
+            self.when_running(partial(self._on_table, snapshot))
 
     def _give_up(self, lost: Iterable[Peer]) -> None:
         for peer in lost:

@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 from cluster.spec.ids import Incarnation, Peer, ReplicaId
 from cluster.spec.registry import RankRecord, ReplicaEntry, ReplicaLoad, TableSnapshot
@@ -55,7 +56,7 @@ class FakeTable:
                 loop, changed = self._watcher
                 loop.call_soon_threadsafe(changed.set)
 
-    async def watch(self, url: str, token: str) -> AsyncIterator[TableSnapshot]:
+    async def watch(self, url: str, token: str, poll_s: Callable[[], float]) -> AsyncIterator[TableSnapshot | None]:
         """Yield snapshots in place of ``cluster.bootstrap.client.watch_table``."""
         assert url.startswith("http")
         assert token
@@ -68,4 +69,7 @@ class FakeTable:
                 changed.clear()
             for snapshot in news:
                 yield snapshot
-            await changed.wait()
+            if not news:
+                yield None
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), poll_s())

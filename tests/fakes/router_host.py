@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from cluster.spec.config import DeployConfig
@@ -18,8 +18,8 @@ class RouterHost:
     def __init__(
         self, config: DeployConfig, model_folder: Path, table: TableSnapshot, share: RouterShare = ALONE
     ) -> None:
-        async def watch(url: str, token: str) -> AsyncIterator[TableSnapshot]:
-            del url, token
+        async def watch(url: str, token: str, poll_s: Callable[[], float]) -> AsyncIterator[TableSnapshot | None]:
+            del url, token, poll_s
             yield table
             await asyncio.Event().wait()
 

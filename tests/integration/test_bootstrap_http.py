@@ -305,14 +305,26 @@ async def test_watch_table_waits_through_the_absence_of_the_service() -> None:
     url = server.start()
     tables = watch_table(url, TOKEN)
     first = await anext(tables)
+    assert first is not None
     await asyncio.to_thread(server.stop)
     again = BootstrapServer("127.0.0.1", int(url.rsplit(":", 1)[1]), TOKEN, LEASE_S)
     following = asyncio.ensure_future(anext(tables))
     await asyncio.sleep(0.1)
     again.start()
-    assert (await asyncio.wait_for(following, WAIT_S)).version > first.version
+    second = await asyncio.wait_for(following, WAIT_S)
+    assert second is not None
+    assert second.version > first.version
     await tables.aclose()
     await asyncio.to_thread(again.stop)
+
+
+async def test_watch_table_tells_that_nothing_changes() -> None:
+    server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
+    tables = watch_table(server.start(), TOKEN, lambda: 0.01)
+    first, second = await anext(tables), await asyncio.wait_for(anext(tables), WAIT_S)
+    assert (first is None, second) == (False, None)
+    await tables.aclose()
+    await asyncio.to_thread(server.stop)
 
 
 class _Ailing(BaseHTTPRequestHandler):
@@ -345,7 +357,9 @@ def ailing_service() -> Iterator[str]:
 async def test_watch_table_continues_after_invalid_tables() -> None:
     with ailing_service() as url:
         tables = watch_table(url, TOKEN)
-        assert (await asyncio.wait_for(anext(tables), WAIT_S)).version == 7
+        table = await asyncio.wait_for(anext(tables), WAIT_S)
+        assert table is not None
+        assert table.version == 7
         await tables.aclose()
 
 

@@ -57,7 +57,7 @@ class TestLifeCycle:
         cluster.prefill.wait_cancels(1)
 
     def test_an_error_of_the_watch_ends_the_router(self, folder: Path) -> None:
-        async def broken(url: str, token: str) -> Any:
+        async def broken(url: str, token: str, _: object) -> Any:
             raise PermissionError(f"{url} refuses {token}")
             yield
 

@@ -1,9 +1,11 @@
 """Readiness and loss of replicas: immediate with proof, otherwise after a grace period."""
 
+import pytest
 from msgspec.structs import replace
 
 from cluster.spec.ids import Peer, Role
-from router.directory import Directory
+from cluster.spec.registry import TableSnapshot
+from router.directory import LOOK_S, Directory
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
 
 DECODE = peer_of("decode-0")
@@ -16,12 +18,13 @@ def known(*names: str) -> Directory:
     return directory
 
 
-def wait(directory: Directory, now_s: float) -> list[Peer]:
-    """Return the peers lost until a time, with a router that looks whenever it should."""
+def listen(directory: Directory, since_s: float, until_s: float) -> list[Peer]:
+    """Return the peers lost between two times, while the table answers that nothing has changed."""
     lost: list[Peer] = []
-    while (due_s := directory.next_deadline_s) is not None and due_s < now_s:
-        lost += directory.expire(due_s)
-    return lost + directory.expire(now_s)
+    while since_s < until_s:
+        lost += directory.update(None, since_s)
+        since_s += LOOK_S
+    return lost + directory.update(None, until_s)
 
 
 def test_ready_by_role_in_order() -> None:
@@ -33,15 +36,15 @@ def test_ready_by_role_in_order() -> None:
 def test_nothing_before_the_first_snapshot() -> None:
     directory = Directory(grace_s=3.0)
     assert directory.ready(Role.DECODE) == []
-    assert directory.expire(100.0) == []
-    assert directory.next_deadline_s is None
+    assert directory.update(None, 100.0) == []
+    assert not directory.is_missing_any
 
 
 def test_draining_and_half_registered_replicas_get_no_new_requests() -> None:
     directory = known("decode-0")
     assert directory.update(table_of(entry_of(DECODE, draining=True)), 1.0) == []
     assert directory.ready(Role.DECODE) == []
-    assert directory.next_deadline_s is None
+    assert not directory.is_missing_any
     directory.update(table_of(entry_of(DECODE, ready=False)), 2.0)
     assert directory.ready(Role.DECODE) == []
 
@@ -49,22 +52,26 @@ def test_draining_and_half_registered_replicas_get_no_new_requests() -> None:
 def test_missing_is_lost_after_the_grace() -> None:
     directory = known("decode-0")
     assert directory.update(table_of(), 10.0) == []
-    assert wait(directory, 12.9) == []
+    assert directory.is_missing_any
+    assert listen(directory, 10.0, 12.9) == []
     assert directory.ready(Role.DECODE) == [DECODE]
-    assert wait(directory, 13.0) == [DECODE]
+    assert listen(directory, 12.9, 13.0) == [DECODE]
     assert directory.ready(Role.DECODE) == []
-    assert directory.expire(14.0) == []
-    assert directory.next_deadline_s is None
+    assert directory.update(None, 14.0) == []
+    assert not directory.is_missing_any
 
 
-def test_a_missing_replica_is_not_lost_while_the_router_is_stalled() -> None:
+@pytest.mark.parametrize("answer", [None, table_of()])
+def test_a_missing_replica_is_not_lost_while_the_table_is_not_heard(answer: TableSnapshot | None) -> None:
+    """The router may be stalled, and the table may be a new one that has heard of few replicas yet."""
     directory = known("decode-0")
     directory.update(table_of(), 10.0)
-    assert wait(directory, 12.0) == []
-    assert directory.expire(42.0) == [], "the table that shows it again may have arrived meanwhile"
-    assert directory.update(table_of(entry_of(DECODE)), 42.1) == []
+    assert listen(directory, 10.0, 12.9) == []
+    assert directory.update(answer, 42.0) == []
+    assert listen(directory, 42.0, 42.0 + GRACE_S - 0.1) == []
+    assert directory.update(table_of(entry_of(DECODE)), 45.1) == []
     directory.update(table_of(), 50.0)
-    assert wait(directory, 50.0 + GRACE_S) == [DECODE]
+    assert listen(directory, 50.0, 50.0 + GRACE_S) == [DECODE]
 
 
 def test_a_missing_replica_gets_no_new_requests_while_another_is_ready() -> None:
@@ -134,9 +141,9 @@ def test_back_within_the_grace_as_after_a_restart_of_the_bootstrap() -> None:
     directory = known("decode-0")
     directory.update(table_of(), 10.0)
     directory.update(table_of(entry_of(DECODE, ready=False)), 11.0)
-    assert directory.next_deadline_s is not None
+    assert directory.is_missing_any
     assert directory.update(table_of(entry_of(DECODE)), 12.0) == []
-    assert directory.expire(100.0) == []
+    assert directory.update(None, 100.0) == []
     assert directory.ready(Role.DECODE) == [DECODE]
 
 
