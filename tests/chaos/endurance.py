@@ -1,6 +1,6 @@
-"""Mixed traffic with random faults for a long time: ``python -m tests.chaos.endurance --minutes 30 [--seed N]``.
+"""Mixed traffic with random faults that overlap: ``python -m tests.chaos.endurance --minutes 30 [--seed N]``.
 
-With ``--hostile``, another client attacks the router all the time (``tests.chaos.hostile``).
+Requires root and nft. With ``--hostile``, another client attacks the router all the time (``tests.chaos.hostile``).
 Prints one JSON object: requests by outcome, faults, memory growth of long-lived processes, resources at the start and
 the end, and the problems (``judge``). With problems, the exit code is 1. In runs of less than about ten minutes,
 processes still warm up, which appears as growth.
@@ -20,6 +20,7 @@ from dataclasses import asdict
 import httpx
 
 from cluster.spec.errors import BatonError
+from tests.chaos.availability import Availability
 from tests.chaos.census import Census, Holdings
 from tests.chaos.hostile import ATTACKS
 from tests.chaos.judge import problems
@@ -36,33 +37,43 @@ SAMPLE_S = 5.0
 CALM_S = 15.0
 
 
-def measure(cluster: RunningCluster, minutes: float, seed: int, *, is_hostile: bool) -> dict[str, object]:
+def measure(cluster: RunningCluster, given: argparse.Namespace) -> dict[str, object]:
     """Run the measurement."""
-    census, traffic = Census(NAME), Traffic(cluster.url, seed)
+    minutes, seed = given.minutes, given.seed
+    census, traffic, availability = Census(NAME), Traffic(cluster.url, seed), Availability(cluster, NAME)
     before = holdings_at_rest(cluster, census)
-    faults, watching = Faults(cluster, NAME, seed), threading.Event()
-    watcher = threading.Thread(target=_watch, args=(census, watching), daemon=True)
-    watcher.start()
+    faults, ending = Faults(cluster, NAME, seed, availability), threading.Event()
     attacks: Counter[str] = Counter()
-    attacker = threading.Thread(target=_attack, args=(cluster.url, seed, watching, attacks), daemon=True)
-    if is_hostile:
-        attacker.start()
-    with traffic.clients(CLIENTS):
-        faults.go_on(time.monotonic() + 60 * minutes)
-    watching.set()
-    if is_hostile:
-        attacker.join()
-    watcher.join()
+    others = [
+        threading.Thread(target=_sample, args=(census, ending), daemon=True),
+        threading.Thread(target=availability.watch, args=(ending,), daemon=True),
+    ]
+    if given.hostile:
+        others.append(threading.Thread(target=_attack, args=(cluster.url, seed, ending, attacks), daemon=True))
+    for other in others:
+        other.start()
+    begin_s = time.monotonic()
+    with traffic.clients(given.clients):
+        faults.go_on(begin_s + 60 * minutes)
+    ending.set()
+    for other in others:
+        other.join()
     after = holdings_at_rest(cluster, census)
     loads = [entry["load"] for entry in cluster.replicas().values()]
+    failed = [failure for failure in traffic.failures if not availability.has_gap(failure.start_s, failure.end_s)]
     return {
         "minutes": minutes,
-        "clients": CLIENTS,
+        "clients": given.clients,
         "seed": seed,
         "requests": dict(traffic.counts),
         "kinds": dict(traffic.kinds),
-        "reasons": traffic.reasons,
         "faults": dict(faults.counts),
+        "gaps": len(availability.gaps),
+        "gap_s": round(sum(end_s - start_s for start_s, end_s in availability.gaps), 1),
+        "failed_in_a_gap": len(traffic.failures) - len(failed),
+        "failed_without_a_gap": [failure.tell(begin_s) for failure in failed],
+        "replaced_without_a_fault": availability.unprovoked,
+        "log": faults.log,
         "attacks": dict(attacks),
         "retries": metric(cluster, "baton_request_retries_total"),
         "continuations": metric(cluster, "baton_request_continuations_total"),
@@ -85,7 +96,7 @@ def holdings_at_rest(cluster: RunningCluster, census: Census) -> Holdings:
     return census.holdings()
 
 
-def _watch(census: Census, ending: threading.Event) -> None:
+def _sample(census: Census, ending: threading.Event) -> None:
     while not ending.wait(SAMPLE_S):
         with suppress(BatonError, httpx.HTTPError):  # the bootstrap service is being replaced
             census.sample()
@@ -122,10 +133,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.endurance")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--hostile", action="store_true")
     given = parser.parse_args()
     with running_cluster("deploy/local-cpu-2p2d.yaml", NAME, *SETTINGS) as cluster:
-        result = measure(cluster, given.minutes, given.seed, is_hostile=given.hostile)
+        result = measure(cluster, given)
     found = problems(result)
     print(json.dumps({**result, "problems": found}, indent=2))
     sys.exit(1 if found else 0)

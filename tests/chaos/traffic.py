@@ -2,9 +2,11 @@
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import httpx
 
@@ -16,14 +18,24 @@ MOST_TOKENS = 60
 NUM_SAMPLED = 6
 """Number of different sampled requests, so that each one is repeated."""
 PAUSE_S = 0.3
-TOLD = 20
-"""Maximum number of recorded reasons."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Request that did not end well, with the times at which it began and ended."""
+
+    start_s: float
+    end_s: float
+    end: str
+
+    def tell(self, begin_s: float) -> str:
+        """Return the failure as one line, with times since another."""
+        return f"{self.start_s - begin_s:.1f} to {self.end_s - begin_s:.1f} s: {self.end}"
 
 
 class Traffic:
-    """Number of requests by outcome: ``right``, ``left`` on purpose, ``refused``, ``failed``, ``wrong``, ``hung``.
-
-    A client that finds no router (``away``) tries again, which does not count as a failure.
+    """Number of requests by outcome: ``right``, ``left`` on purpose, ``away`` (no router), ``refused``, ``failed``,
+    ``wrong``, ``hung``.
     """
 
     def __init__(self, url: str, seed: int) -> None:
@@ -34,7 +46,7 @@ class Traffic:
         """First answer to each seeded request."""
         self.counts: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
-        self.reasons: list[str] = []
+        self.failures: list[Failure] = []
 
     @contextmanager
     def clients(self, number: int) -> Iterator[None]:
@@ -55,13 +67,13 @@ class Traffic:
         draw = random.Random(f"{self._seed}-{client}")
         kinds: list[Callable[[random.Random], str]] = [self._stream, self._leave, self._whole, self._choices]
         while not self._ending.is_set():
-            ask = draw.choice(kinds)
+            ask, start_s = draw.choice(kinds), time.monotonic()
             end = ask(draw)
             with self._lock:
                 self.kinds[ask.__name__.lstrip("_")] += 1
                 self.counts[end.partition(":")[0]] += 1
-                if end not in ("right", "left", "away") and len(self.reasons) < TOLD:
-                    self.reasons.append(end[:300])
+                if end not in ("right", "left"):
+                    self.failures.append(Failure(start_s, time.monotonic(), end[:300]))
             self._ending.wait(draw.uniform(0, PAUSE_S))
 
     def _stream(self, draw: random.Random) -> str:
