@@ -116,10 +116,10 @@ class Availability:
         except BatonError:
             return  # the service is stopped or being replaced
         self._entries = {entry.replica: entry for entry in entries}
-        is_router_up = self._is_router_up or answers(f"{self._url}/ready")
+        has_returned = not self._is_router_up and answers(f"{self._url}/ready")
         ready = {entry.replica: entry.incarnation for entry in entries if _is_ready(entry)}
         with self._lock:
-            self._is_router_up = is_router_up and not self._faults[ROUTER]
+            self._is_router_up |= has_returned and not self._faults[ROUTER]
             for name, incarnation in ready.items():
                 was = self._living.get(name)
                 if was is not None and incarnation > was:

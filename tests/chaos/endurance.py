@@ -35,12 +35,19 @@ SETTINGS = ("kv.memory_gib=0.25", "transfer.verify=digest")
 CLIENTS = 4
 SAMPLE_S = 5.0
 CALM_S = 15.0
+LARGE, WARM_UP = ("1,024 long prompts", "1,024 choices"), 6
+"""Legal requests that need most memory, and how often they are sent before the measurement. The heaps no longer grow
+then."""
 
 
 def measure(cluster: RunningCluster, given: argparse.Namespace) -> dict[str, object]:
     """Run the measurement."""
     minutes, seed = given.minutes, given.seed
     census, traffic, availability = Census(NAME), Traffic(cluster.url, seed), Availability(cluster, NAME)
+    if given.hostile:
+        for _ in range(WARM_UP):
+            for name in LARGE:
+                _send(cluster.url, name)
     before = holdings_at_rest(cluster, census)
     faults, ending = Faults(cluster, NAME, seed, availability), threading.Event()
     attacks: Counter[str] = Counter()
@@ -68,7 +75,7 @@ def measure(cluster: RunningCluster, given: argparse.Namespace) -> dict[str, obj
         "requests": dict(traffic.counts),
         "kinds": dict(traffic.kinds),
         "faults": dict(faults.counts),
-        "gaps": len(availability.gaps),
+        "gaps": [f"{start_s - begin_s:.1f} to {end_s - begin_s:.1f} s" for start_s, end_s in availability.gaps],
         "gap_s": round(sum(end_s - start_s for start_s, end_s in availability.gaps), 1),
         "failed_in_a_gap": len(traffic.failures) - len(failed),
         "failed_without_a_gap": [failure.tell(begin_s) for failure in failed],
@@ -106,9 +113,13 @@ def _attack(url: str, seed: int, ending: threading.Event, counts: Counter[str]) 
     draw = random.Random(seed)
     while not ending.is_set():
         name = draw.choice(ATTACKS)
-        command = [sys.executable, "-m", "tests.chaos.hostile", url, name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        counts[f"{name}: {done.stdout[:3] or 'no router'}"] += 1
+        counts[f"{name}: {_send(url, name) or 'no router'}"] += 1
+
+
+def _send(url: str, name: str) -> str:
+    """Carry out an attack. Return the status of the answer."""
+    command = [sys.executable, "-m", "tests.chaos.hostile", url, name]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout[:3]
 
 
 def _growth(census: Census, minutes: float) -> dict[str, dict[str, float]]:

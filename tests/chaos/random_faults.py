@@ -166,9 +166,11 @@ class Faults:
 
     def _drain(self, replica: str, draw: random.Random) -> None:
         with self._availability.fault(replica):
-            self._command("drain", replica)
-            time.sleep(draw.uniform(*BRIEF_S))
-            self._command("resume", replica)
+            try:
+                self._command("drain", replica)
+                time.sleep(draw.uniform(*BRIEF_S))
+            finally:  # a replica whose requests do not end in time stays drained
+                self._command("resume", replica)
 
     def _restart(self, replica: str, _: random.Random) -> None:
         with self._availability.fault(replica):
