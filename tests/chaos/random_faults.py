@@ -49,6 +49,8 @@ class Faults:
     def __init__(self, cluster: RunningCluster, name: str, seed: int, availability: Availability) -> None:
         self._cluster, self._name, self._seed, self._availability = cluster, name, seed, availability
         self._lock = threading.Lock()
+        self._operator = threading.Lock()
+        """Held during a command, because the driver refuses a second one."""
         self._victims: set[str] = set()
         self._begin_s = time.monotonic()
         self.counts: Counter[str] = Counter()
@@ -165,7 +167,7 @@ class Faults:
             time.sleep(draw.uniform(*LONG_S))
 
     def _drain(self, replica: str, draw: random.Random) -> None:
-        with self._availability.fault(replica):
+        with self._operator, self._availability.fault(replica):
             try:
                 self._command("drain", replica)
                 time.sleep(draw.uniform(*BRIEF_S))
@@ -173,7 +175,7 @@ class Faults:
                 self._command("resume", replica)
 
     def _restart(self, replica: str, _: random.Random) -> None:
-        with self._availability.fault(replica):
+        with self._operator, self._availability.fault(replica):
             self._command("restart", replica)
 
     def _command(self, *words: str) -> None:
