@@ -52,7 +52,7 @@ class DecodeQueue:
         self._granted: dict[Room, DecodeRequest] = {}
         """Requests that left the queue with pages or a promise, and have not ended."""
         self._ahead: DecodeRequest | None = None
-        """Request for which preempted sequences are held back until it has left the queue."""
+        """Request that goes before the preempted sequences until it has left the queue."""
         self._choices: dict[Room, list[DecodeRequest]] = {}
         """Further choices by the first choice's room."""
 
@@ -100,10 +100,7 @@ class DecodeQueue:
         held = self._count_held() if is_contested and (untried or preempted) else Shares()
         limit = min((held.used(sequence.tenant) for sequence in preempted), default=math.inf)
         self._choose_ahead(held, limit)
-        granted = self._grant_in_turn(untried, held, limit)
-        is_held_back = self._ahead is not None and self._ahead.room in self._queue
-        holders.held_back = {sequence.room for sequence in preempted} if is_held_back else ()
-        return granted
+        return self._grant_in_turn(untried, held, limit)
 
     def _choose_ahead(self, held: Shares, limit: float) -> None:
         """Choose the request that goes before the preempted sequences, if there are any, unless it is already chosen.

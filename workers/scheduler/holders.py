@@ -28,8 +28,6 @@ class PageHolders:
         self._releases: list[Room] = []
         self.running: dict[Room, TokenSequence] = {}
         self.waiting = Waiting[TokenSequence](lambda: Shares.of_pages(self.running.values()))
-        self.held_back: Collection[Room] = ()
-        """Waiting sequences that must not start while others run, because pages are kept for another tenant."""
         self._num_left = 0
         """Number of sequences removed so far. The caller may free their pages later."""
         self._leaving: list[tuple[TokenSequence, KvState]] = []
@@ -91,8 +89,6 @@ class PageHolders:
         """Return whether a waiting sequence can get its pages without taking pages reserved for the oldest one."""
         oldest = self.waiting.oldest
         assert oldest is not None, f"room {sequence.room} is not waiting"
-        if self.running and sequence.room in self.held_back:
-            return False
         num_gains = self._allocator.num_gains + self._num_left
         if self.waiting.is_blocked(sequence, num_gains):
             return False

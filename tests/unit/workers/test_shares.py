@@ -223,6 +223,19 @@ def test_choices_that_fill_the_pool_leave_pages_to_another_tenant_and_end_too(nu
         steps.run_step()
 
 
+def test_a_tenant_with_more_pages_does_not_overtake_a_large_request() -> None:
+    steps = DecodeOnly(40)
+    for _ in range(200):
+        steps.submit("flood", 3, 2 * PAGE_SIZE)
+    for _ in range(50):
+        steps.run_step()
+    for _ in range(3):
+        room, before = steps.submit("other", 36, 4), steps.num_steps
+        while room not in steps.ended:
+            steps.run_step()
+            assert steps.num_steps - before <= 50
+
+
 def test_the_tenant_with_the_most_pages_per_weight_is_preempted_but_not_the_oldest_sequence() -> None:
     steps = StepScheduler(PageAllocator(10), StepLimits(PAGE_SIZE, CHUNK, 8), undivided)
     tenants = ["flood", "flood", "other", "heavy", "flood"]
