@@ -55,6 +55,9 @@ class Actor(Protocol):
 class ActorSystem(Protocol):
     """System that starts processes and calls methods in them. When it ends, so do its processes. Thread-safe."""
 
+    is_urgent: bool
+    """True if it should end its processes immediately instead of in an orderly way."""
+
     @property
     def home(self) -> Machine:
         """Machine that the caller runs on."""

@@ -4,10 +4,12 @@ import datetime
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from cluster.log_files import LogSession, open_log
 from cluster.spec.config import LogConfig, LogFormat
 
 _FACTS = "facts"
@@ -19,12 +21,29 @@ def with_facts(**facts: Any) -> dict[str, Mapping[str, Any]]:
     return {_FACTS: {name: value for name, value in facts.items() if value is not None}}
 
 
-def set_up_logs(config: LogConfig, process: str) -> None:
-    """Send this process's log records to standard error, with the process's name."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines(process) if config.format is LogFormat.JSON else TextLines(process))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLog:
+    """Log of one process, and the names under which people see the process."""
+
+    process: str
+    """Name in records and of the file, such as ``prefill-0 rank 1``."""
+    title: str
+    """Name in lists of processes, such as ``prefill-0 cp1``."""
+    config: LogConfig
+    session: LogSession | None = None
+    """Session whose folder gets a log file. None for no file."""
+
+
+def set_up_logs(log: ProcessLog, *, to_stderr: bool = True) -> None:
+    """Send this process's log records to its file and to standard error."""
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)] if to_stderr else []
+    if log.session is not None and (file := open_log(log.session, log.process)) is not None:
+        handlers.append(file)
+    for handler in handlers:
+        is_json = log.config.format is LogFormat.JSON
+        handler.setFormatter(JsonLines(log.process) if is_json else TextLines(log.process))
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = handlers
     root.setLevel(logging.INFO)
     for library in ("httpx", "httpcore", "uvicorn", "opentelemetry", "asyncio"):
         logging.getLogger(library).setLevel(logging.WARNING)

@@ -47,6 +47,7 @@ def status(
     endpoint = f"{cluster.router_url}/v1" if cluster.router_url else "starting"
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{cluster.name}   {endpoint}   model {cluster.model}   driver {cluster.process.pid}", markup=False)
+    console.print(f"logs: {cluster.logs}", markup=False)
     if snapshot is None:
         console.print("the bootstrap service does not respond; it may be starting or restarting")
     else:
@@ -88,6 +89,7 @@ def _json(cluster: RunningCluster, snapshot: TableSnapshot | None, troubles: lis
         "driver_pid": cluster.process.pid,
         "router_url": cluster.router_url,
         "bootstrap_url": cluster.bootstrap_url,
+        "logs": cluster.logs,
         "not_running": troubles,
         "table": snapshot,
     }

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli import bench, bench_serve, chat, commands, doctor, plan, simulate, up
+from cluster.cli import bench, bench_serve, chat, commands, doctor, logs, plan, simulate, up
 from cluster.spec.errors import UserError
 from cluster.spec.version import VERSION
 
@@ -42,6 +42,7 @@ def _options(
 app.command("plan")(plan.plan)
 app.command("up")(up.up)
 app.command("status")(commands.status)
+app.command("logs")(logs.logs)
 app.command("down")(commands.down)
 app.command("drain")(commands.drain)
 app.command("resume")(commands.resume)

@@ -21,6 +21,8 @@ class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
     """None until the router is ready."""
     bootstrap_url: str | None = None
     """None until the bootstrap service is ready."""
+    logs: str
+    """Folder of the log files of this start."""
     token: str
     """Bearer token of the bootstrap service."""
 
@@ -83,13 +85,18 @@ def control_path(name: str) -> Path:
     return _folder() / f"{name}.sock"
 
 
+def running_clusters() -> list[RunningCluster]:
+    """Return the clusters of this account that are running on this machine."""
+    return [cluster for path in sorted(_folder().glob("*.json")) if (cluster := _read(path))]
+
+
 def find_running(name: str | None) -> RunningCluster:
     """Return the cluster with this name, or the only running one if no name is given.
 
     Raises:
         UserError: no such cluster is running, or several are and no name is given.
     """
-    found = {cluster.name: cluster for path in _folder().glob("*.json") if (cluster := _read(path))}
+    found = {cluster.name: cluster for cluster in running_clusters()}
     if name is None and len(found) == 1:
         return next(iter(found.values()))
     if name is not None and name in found:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import shlex
 import threading
 import time
@@ -23,6 +24,8 @@ from cluster.spec.config import DeployConfig, Device, TransferBackendName
 from cluster.spec.errors import BatonError, ConfigError, UserError
 from cluster.spec.memory import GIB
 
+_log = logging.getLogger(__name__)
+
 _POLL_S = 0.05
 
 
@@ -43,7 +46,7 @@ def wait_ready(url: str, timeout_s: float) -> None:
             time.sleep(_POLL_S)
 
 
-def ready_text(url: str, config: DeployConfig) -> str:
+def ready_text(url: str, config: DeployConfig, logs: str) -> str:
     from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
     from workers.models.recall_weights import BUILT_IN
 
@@ -58,7 +61,7 @@ def ready_text(url: str, config: DeployConfig) -> str:
     target, header, data = map(shlex.quote, (f"{url}/v1/{path}", "Content-Type: application/json", json.dumps(body)))
     request = f"curl -s {target} -H {header} -d {data}"
     return (
-        f"\nready   {url}/v1   model {model}\n\n{request}\n{answer}\n"
+        f"\nready   {url}/v1   model {model}\nlogs    {logs}\n\n{request}\n{answer}\n"
         f"Ctrl-C, or `baton down {config.name}`, stops the cluster."
     )
 
@@ -119,6 +122,7 @@ class StartProgress:
             self.line(f"{now_s:5.1f} s  {member}: {stage}")
 
     def line(self, text: str) -> None:
+        _log.info("%s", text.strip())
         with contextlib.suppress(OSError):  # the terminal may be gone, but the cluster must still shut down
             self._console.print(text, markup=False)
 

@@ -17,6 +17,8 @@ import typer
 from cluster.cli.plan import overrides
 from cluster.cli.running import Note, RunningCluster, control_path
 from cluster.cli.stop_signals import StopSignals
+from cluster.log_files import LogSession
+from cluster.logs import ProcessLog, set_up_logs
 from cluster.processes import this_process
 from cluster.ray_environ import set_for_own_cluster
 from cluster.spec.clock import HEARTBEAT_S, LEASE_S
@@ -28,6 +30,7 @@ from cluster.spec.loader import DEFAULT_FILE, load_config
 from cluster.spec.ranks import sizes_of, world_size
 
 if TYPE_CHECKING:
+    from cluster.actors import ActorSystem
     from cluster.cli.start import StartProgress
     from cluster.launch.launcher import Launcher
     from cluster.launch.tools import Tools
@@ -56,12 +59,14 @@ def up(
     """Start the cluster described by a deploy YAML and keep it running until Ctrl-C or `baton down`."""
     config = load_config(file, overrides(changes or [], model))
     _check_port(config)
+    session = LogSession.new(config.name)
     try:
-        _run(config, address, worker_logs)
+        _run(config, session, address, worker_logs)
     except UserError:
         raise
     except BatonError as error:
         _explain(error)
+        typer.echo(f"logs: {session.folder} (baton logs --cluster {config.name})", err=True)
         if isinstance(error, SystemLostError):
             # Ray's threads still wait for its daemons, and crash when the interpreter ends.
             sys.stderr.flush()
@@ -81,16 +86,18 @@ def _check_port(config: DeployConfig) -> None:
         raise ConfigError([Problem("router.port", message)]) from exc
 
 
-def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
+def _run(config: DeployConfig, session: LogSession, address: str | None, worker_logs: bool) -> None:
     from cluster.cli.start import StartProgress
     from cluster.launch.waits import await_room
 
+    set_up_logs(ProcessLog(process="driver", title="driver", config=config.log, session=session), to_stderr=False)
     progress = StartProgress()
     signals = StopSignals(lambda name: progress.line(f"{name}: stopping once Ray has started"))
     running = RunningCluster(
         name=config.name,
         process=this_process(),
         model=config.model.name,
+        logs=str(session.folder),
         token=TOKEN.get() or secrets.token_hex(32),
     )
     taken = take_secrets()
@@ -111,7 +118,7 @@ def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
             _check_alone(system, config.name)
             if address:  # no machine can join a Ray cluster that we have started
                 await_room(system, config, progress.line, signals.check)
-            _supervise(system, config, model, note, progress, signals, taken)
+            _supervise(_tools(system, progress, session, taken), config, model, note, progress, signals)
     progress.line("stopped")
 
 
@@ -122,26 +129,30 @@ def _leave(note: Note, progress: "StartProgress", number: int) -> None:
     os._exit(128 + number)
 
 
-def _supervise(
-    system: "RaySystem",
-    config: DeployConfig,
-    model: str,
-    note: Note,
-    progress: "StartProgress",
-    signals: StopSignals,
-    taken: Mapping[str, str],
-) -> None:
+def _tools(system: "RaySystem", progress: "StartProgress", session: LogSession, taken: Mapping[str, str]) -> "Tools":
     from cluster.channel import draw_key
+    from cluster.launch.tools import Tools, send
+
+    key = draw_key()
+    return Tools(
+        system=system,
+        progress=progress.stage,
+        send=partial(send, key=key),
+        channel_key=key,
+        session=session,
+        secrets=taken,
+    )
+
+
+def _supervise(
+    tools: "Tools", config: DeployConfig, model: str, note: Note, progress: "StartProgress", signals: StopSignals
+) -> None:
     from cluster.cli.control import serve_commands
     from cluster.launch.launcher import Launcher
     from cluster.launch.services import follow_router
-    from cluster.launch.tools import Tools, send
     from cluster.supervisor.events import Failed, RouterSeen
     from cluster.supervisor.loop import Supervisor
     from cluster.supervisor.reconcile import RESTART_BACKOFF_S
-
-    key = draw_key()
-    tools = Tools(system=system, progress=progress.stage, send=partial(send, key=key), channel_key=key, secrets=taken)
 
     def on_up() -> None:
         _announce(launcher, config, note, progress)
@@ -159,12 +170,12 @@ def _supervise(
     launcher = Launcher(tools, config, model, note.cluster.token, on_failed)
     signals.pass_on(supervisor.request_stop)
     threading.Thread(target=_follow_table, args=(launcher, tools, supervisor, note), daemon=True).start()
-    threading.Thread(target=_watch_system, args=(system, supervisor), daemon=True).start()
+    threading.Thread(target=_watch_system, args=(tools.system, supervisor), daemon=True).start()
     try:
         with serve_commands(control_path(config.name), supervisor.give):
             supervisor.run(launcher)
     finally:
-        system.is_urgent = supervisor.is_urgent
+        tools.system.is_urgent = supervisor.is_urgent
 
 
 def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor", note: Note) -> None:
@@ -187,7 +198,7 @@ def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor"
         continue
 
 
-def _watch_system(system: "RaySystem", supervisor: "Supervisor") -> None:
+def _watch_system(system: "ActorSystem", supervisor: "Supervisor") -> None:
     from cluster.supervisor.events import SystemLost
 
     while not (reason := system.why_lost()):
@@ -203,7 +214,7 @@ def _announce(launcher: "Launcher", config: DeployConfig, note: Note, progress: 
     progress.stage("endpoint", "ready")
     note.update(router_url=launcher.router_url)
     progress.finish()
-    typer.echo(ready_text(launcher.router_url, config))
+    typer.echo(ready_text(launcher.router_url, config, note.cluster.logs))
 
 
 def _resolve(config: DeployConfig, progress: "StartProgress") -> str:

@@ -11,12 +11,14 @@ from cluster.bootstrap.client import follow_table
 from cluster.launch.kinds import worker_environ
 from cluster.launch.tools import Table, Tools
 from cluster.launch.waits import Deadline, DrainWatch, gather, raise_failure, send_until, wait_drained
+from cluster.logs import ProcessLog
 from cluster.placement import ReplicaPlacement
 from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
-from cluster.spec.ids import Incarnation
+from cluster.spec.ids import Incarnation, role_of
 from cluster.spec.messages import Drain, Resume
+from cluster.spec.ranks import coords_of, sizes_of
 from cluster.spec.registry import RankRecord, TableSnapshot
 from cluster.spec.step_messages import Shutdown
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
@@ -132,7 +134,7 @@ class Gang:
         with self._lock:
             self._reservation = reservation
         for rank in range(len(bundles)):
-            arguments, name = [worker_environ(self._config)], self._actor_name(f"rank{rank}")
+            arguments, name = [self._log(rank), worker_environ(self._config)], self._actor_name(f"rank{rank}")
             with self._lock:
                 if self._killed:
                     raise BatonError(f"{self._placement.replica}: stopped while it was starting")
@@ -166,6 +168,17 @@ class Gang:
                     raise BatonError(f"{', '.join(ended)}: ended immediately")
                 if not deadline.left_s():
                     raise deadline.missed(f"{self._placement.replica}: not ready in the rank table")
+
+    def _log(self, rank: int) -> ProcessLog:
+        sizes = sizes_of(self._config.pools[role_of(self._placement.replica)].parallel)
+        coords = coords_of(rank, sizes)
+        axes = [f"{axis}{getattr(coords, axis)}" for axis in ("dp", "cp", "tp", "pp") if getattr(sizes, axis) > 1]
+        return ProcessLog(
+            process=self._who(rank),
+            title=" ".join([self._placement.replica, *axes]),
+            config=self._config.log,
+            session=self._tools.session,
+        )
 
     def _who(self, rank: int) -> str:
         return f"{self._placement.replica} rank {rank}"

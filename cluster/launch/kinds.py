@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.logs import set_up_logs
+from setproctitle import setproctitle
+
+from cluster.logs import ProcessLog, set_up_logs
 from cluster.spec.config import DeployConfig, Device
 from cluster.spec.env import ADMIN_KEY, API_KEYS, take_secrets
 from cluster.spec.ids import Incarnation
@@ -26,12 +28,28 @@ if TYPE_CHECKING:
 _INBOX_WAIT_S = 3600.0
 
 
-class WorkerActor:
+class _LoggingActor:
+    """Process that logs to its own file, and whose name is shown by Ray and ``ps``."""
+
+    def __init__(self, log: ProcessLog, environ: Mapping[str, str]) -> None:
+        os.environ.update(environ)
+        set_up_logs(log)
+        self._log = log
+
+    def __repr__(self) -> str:
+        return self._log.process
+
+    def _set_title(self) -> None:
+        """Replace the title that Ray has given to the process for the call of a method."""
+        setproctitle(f"baton {self._log.title}")
+
+
+class WorkerActor(_LoggingActor):
     """One worker. ``run`` blocks until the worker receives Shutdown on its own channel."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, log: ProcessLog, environ: Mapping[str, str]) -> None:
         take_secrets()  # a job's processes inherit those of the job
-        os.environ.update(environ)
+        super().__init__(log, environ)
         import workers.worker  # noqa: F401
 
         self._folder: Path | None = None
@@ -48,7 +66,6 @@ class WorkerActor:
         from workers.worker import Worker
 
         assert self._folder is not None, "fetch the model before building the worker"
-        set_up_logs(spec.config.log, f"{spec.replica} rank {spec.global_rank}")
         self._worker = Worker(spec, self._folder, rendezvous)
 
     def open_store(self) -> str:
@@ -61,8 +78,9 @@ class WorkerActor:
         """Run the worker, then release its resources; a hanging loop ends the process."""
         from workers.loop.watch import LoopWatch, end_process
 
+        self._set_title()
         worker, spec = self._built, self._built.spec
-        name, limit_s = f"{spec.replica} rank {spec.global_rank}", spec.config.resources.step_timeout_s
+        name, limit_s = self._log.process, spec.config.resources.step_timeout_s
         try:
             with LoopWatch(worker.heartbeat, name, limit_s, end_process):
                 worker.run(records)
@@ -75,11 +93,13 @@ class WorkerActor:
         return self._worker
 
 
-class RouterActor:
+class RouterActor(_LoggingActor):
     """Router with an inbox for Drain, after which it refuses new requests, finishes the open ones and ends."""
 
-    def __init__(self, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare) -> None:
-        os.environ.update(environ)
+    def __init__(
+        self, log: ProcessLog, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare
+    ) -> None:
+        super().__init__(log, environ)
         import router.server  # noqa: F401
 
         self._incarnation = incarnation
@@ -93,7 +113,6 @@ class RouterActor:
         from router.server import RouterServer, freeze_loaded_objects
         from workers.models.resolve import DESCRIPTION, resolve_model
 
-        set_up_logs(config.log, self._share.name)
         folder = resolve_model(model, DESCRIPTION)
         self._server = server = RouterServer(config, folder, rendezvous, host, self._incarnation, share=self._share)
         take_secrets()  # the router has read them
@@ -108,6 +127,7 @@ class RouterActor:
     def run(self) -> bool:
         """Block until the router has ended; return whether a drain finished all open requests."""
         assert self._server is not None, "start the router before running it"
+        self._set_title()
         self._server.run()
         return self._drained
 
@@ -119,10 +139,10 @@ class RouterActor:
         self._server.stop()
 
 
-class BootstrapActor:
-    def __init__(self, environ: Mapping[str, str]) -> None:
+class BootstrapActor(_LoggingActor):
+    def __init__(self, log: ProcessLog, environ: Mapping[str, str]) -> None:
         take_secrets()  # a job's processes inherit those of the job
-        os.environ.update(environ)
+        super().__init__(log, environ)
         import cluster.bootstrap.service  # noqa: F401
 
     def start(self, host: str, port: int, token: str) -> str:
@@ -132,6 +152,7 @@ class BootstrapActor:
         return self._server.start()
 
     def run(self) -> None:
+        self._set_title()
         self._server.run()
 
 

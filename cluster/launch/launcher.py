@@ -201,7 +201,7 @@ class Launcher:
         _each(self._snapshot(), lambda member: member.kill(min(KILL_S, timeout_s)), timeout_s)
 
     def _start_bootstrap(self, incarnation: Incarnation, deadline: Deadline) -> None:
-        process = BootstrapProcess(self._tools, incarnation)
+        process = BootstrapProcess(self._tools, incarnation, self._config.log)
         self._keep(BOOTSTRAP, process)
         try:
             url = process.start(self._home_host, self._bootstrap_port, self._token, deadline)
@@ -215,7 +215,7 @@ class Launcher:
             self.rendezvous.set_result(Rendezvous(bootstrap_url=url, token=self._token, channel_key=key))
 
     def _start_router(self, share: RouterShare, incarnation: Incarnation, deadline: Deadline) -> None:
-        process = RouterProcess(self._tools, incarnation, share)
+        process = RouterProcess(self._tools, incarnation, share, self._config.log)
         self._keep(share.name, process)
         meeting = self.rendezvous.result()
         with self._port_lock:  # one at a time, because the first one may pick the port

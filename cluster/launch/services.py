@@ -12,7 +12,8 @@ import httpx
 from cluster.launch.kinds import router_environ, service_environ
 from cluster.launch.tools import Tools
 from cluster.launch.waits import Deadline, gather
-from cluster.spec.config import DeployConfig
+from cluster.logs import ProcessLog
+from cluster.spec.config import DeployConfig, LogConfig
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain
@@ -52,8 +53,9 @@ class _Service:
 
 
 class BootstrapProcess(_Service):
-    def __init__(self, tools: Tools, incarnation: Incarnation) -> None:
-        super().__init__(tools, BOOTSTRAP, incarnation, tools.bootstrap, [service_environ()])
+    def __init__(self, tools: Tools, incarnation: Incarnation, log_config: LogConfig) -> None:
+        log = ProcessLog(process=BOOTSTRAP, title=BOOTSTRAP, config=log_config, session=tools.session)
+        super().__init__(tools, BOOTSTRAP, incarnation, tools.bootstrap, [log, service_environ()])
 
     def start(self, host: str, port: int, token: str, deadline: Deadline) -> str:
         """Start serving; return the base URL. Raises BatonError."""
@@ -61,8 +63,9 @@ class BootstrapProcess(_Service):
 
 
 class RouterProcess(_Service):
-    def __init__(self, tools: Tools, incarnation: Incarnation, share: RouterShare) -> None:
-        arguments = [router_environ(os.environ | dict(tools.secrets)), incarnation, share]
+    def __init__(self, tools: Tools, incarnation: Incarnation, share: RouterShare, log_config: LogConfig) -> None:
+        log = ProcessLog(process=share.name, title=share.name, config=log_config, session=tools.session)
+        arguments = [log, router_environ(os.environ | dict(tools.secrets)), incarnation, share]
         super().__init__(tools, share.name, incarnation, tools.router, arguments)
         self.own_url = ""
         """URL of this process alone; empty before it serves."""

@@ -8,6 +8,7 @@ from cluster.actors import ActorSystem
 from cluster.bootstrap.client import BootstrapClient
 from cluster.channel import Outbox
 from cluster.launch.kinds import BootstrapActor, RouterActor, WorkerActor
+from cluster.log_files import LogSession
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import Message
 from cluster.spec.registry import TableSnapshot
@@ -53,5 +54,7 @@ class Tools:
     channel_key: ChannelKey | None = None
     """Encryption key of all channels; ``send`` already uses it."""
     connect: Callable[[Rendezvous], Table] = connect
+    session: LogSession | None = None
+    """Session of the processes' log files. None for no files."""
     secrets: Mapping[str, str] = field(default_factory=dict)
     """Environment variables with secrets, for the router only."""

@@ -142,7 +142,7 @@ def _on_failed(cluster: Cluster, event: events.Failed, now: Now) -> Step:
     first_error = str(event.error) if num_failures == 1 else member.first_error
     ending = replace(member.moved(MemberState.ENDING, "failed"), num_failures=num_failures, first_error=first_error)
     cluster = replace(cluster, silent={name: s for name, s in cluster.silent.items() if name != event.name})
-    line = f"{event.name}: failed, incarnation {event.incarnation}: {event.error}"
+    line = f"{event.name}: failed, incarnation {event.incarnation}: {event.error} (baton logs {event.name})"
     return cluster.with_member(ending), [events.Report(line), events.End(event.name, event.incarnation)]
 
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 from cluster.channel import Outbox
 from cluster.launch.kinds import WorkerActor
+from cluster.logs import ProcessLog
 from cluster.spec.ids import Room
 from cluster.spec.messages import Message, Outputs
 from cluster.spec.registry import Endpoint
@@ -68,8 +69,8 @@ def proofs(folder: Path) -> list[str]:
 class FaultyWorker(WorkerActor):
     """Worker with injectable faults."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        super().__init__(environ)
+    def __init__(self, log: ProcessLog, environ: Mapping[str, str]) -> None:
+        super().__init__(log, environ)
         saboteur = _Saboteur(Path(os.environ[FOLDER]))
         saboteur.spoil_writes()
         saboteur.spoil_notifications()

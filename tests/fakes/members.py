@@ -7,6 +7,7 @@ import msgspec
 
 from cluster.bootstrap.client import LeaseRenewer, ReplicaRegistrar
 from cluster.channel import Inbox
+from cluster.logs import ProcessLog
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain, Message
@@ -21,7 +22,7 @@ _BEAT_S = 0.3
 class QuietWorker:
     """Worker that computes nothing. Its transfer session is its process id."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, _: ProcessLog, environ: Mapping[str, str]) -> None:
         os.environ.update(environ)
 
     def fetch(self, model: str) -> None:
@@ -62,7 +63,7 @@ class QuietWorker:
 class QuietRouter:
     """Router whose requests have always ended."""
 
-    def __init__(self, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare) -> None:
+    def __init__(self, _: ProcessLog, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare) -> None:
         del incarnation, share
         os.environ.update(environ)
 

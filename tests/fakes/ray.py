@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from cluster.actors import Actor, Bundle, Demand, Machine, Reservation
 from cluster.bootstrap.table import BootstrapTable, records_digest
 from cluster.launch.tools import Tools
+from cluster.logs import ProcessLog
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerLostError, PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
@@ -70,6 +71,7 @@ class FakeSystem:
         self.actors: dict[str, FakeActor] = {}
         self.reserved: list[FakeReservation] = []
         self.log: list[str] = []
+        self.is_urgent = False
 
     @property
     def home(self) -> Machine:
@@ -217,7 +219,7 @@ class FakeTable:
 
 
 class FakeWorker:
-    def __init__(self, world: World, environ: Mapping[str, str]) -> None:
+    def __init__(self, world: World, log: ProcessLog, environ: Mapping[str, str]) -> None:
         self._world = world
 
     def fetch(self, model: str) -> None:
@@ -260,7 +262,9 @@ class FakeWorker:
 
 
 class FakeRouter:
-    def __init__(self, world: World, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare) -> None:
+    def __init__(
+        self, world: World, log: ProcessLog, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare
+    ) -> None:
         self._world = world
         self._control = f"{share.name}-control"
 
@@ -275,7 +279,7 @@ class FakeRouter:
 
 
 class FakeBootstrap:
-    def __init__(self, world: World, environ: Mapping[str, str]) -> None:
+    def __init__(self, world: World, log: ProcessLog, environ: Mapping[str, str]) -> None:
         self._world = world
 
     def start(self, host: str, port: int, token: str) -> str:

@@ -20,7 +20,7 @@ from cluster.channel import Outbox, draw_key
 from cluster.cli.running import find_running
 from cluster.spec.messages import Drain
 from tests.fakes.clients import NEEDLE_TOKENS, crowd, streaming_clients
-from tests.fakes.cluster import RunningCluster, is_ready, listener_pid, running_cluster
+from tests.fakes.cluster import BATON, RunningCluster, is_ready, listener_pid, running_cluster
 from tests.fakes.recall_prompts import chain_prompt, needle_prompt, recall_oracle
 from tests.fakes.trace_events import check_trace, complete_events, process_names
 from tests.fakes.traces import unbounded_hit_rate, write_trace
@@ -55,6 +55,17 @@ def test_the_openai_client_works_unchanged(cluster: RunningCluster) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == DEMO_ANSWER
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens > 1
+
+
+def test_every_process_has_a_log_file_and_a_title(cluster: RunningCluster) -> None:
+    files = {path.name for path in Path(find_running(NAME).logs).iterdir()}
+    services = {"bootstrap.log", "driver.log", "router.log"}
+    assert files == services | {"decode-0-rank-0.log", "prefill-0-rank-0.log", "prefill-0-rank-1.log"}
+    shown = subprocess.run([*BATON, "logs", "router", "--cluster", NAME], capture_output=True, text=True, check=True)
+    assert "INFO router: a replica joined replica=decode-0" in shown.stdout
+    addresses = [record["address"] for record in cluster.replicas()["prefill-0"]["ranks"]]
+    titles = [Path(f"/proc/{listener_pid(address)}/cmdline").read_bytes() for address in (cluster.url, *addresses)]
+    assert [title.strip(b"\0") for title in titles] == [b"baton router", b"baton prefill-0 cp0", b"baton prefill-0 cp1"]
 
 
 @pytest.mark.parametrize(("replica", "rank"), [("decode-0", 0), ("prefill-0", 1)])

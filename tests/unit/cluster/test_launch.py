@@ -12,7 +12,8 @@ from cluster.launch import gang
 from cluster.launch.kinds import RouterActor, service_environ, worker_environ
 from cluster.launch.launcher import LOOPBACK, Launcher
 from cluster.launch.waits import Deadline, blame, gather
-from cluster.spec.config import DeployConfig, ResourcesConfig, RouterConfig
+from cluster.logs import ProcessLog
+from cluster.spec.config import DeployConfig, LogConfig, ResourcesConfig, RouterConfig
 from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserError
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Incarnation
@@ -289,12 +290,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise OSError(f"no {repository}")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr("cluster.launch.kinds.set_up_logs", lambda *_: None)
+    monkeypatch.setattr("cluster.launch.kinds.set_up_logs", lambda _: None)
     return patterns
 
 
 def test_the_router_fetches_no_weights(asked: list[str]) -> None:
+    log = ProcessLog(process="router", title="router", config=LogConfig())
     with pytest.raises(UserError, match="no owner/name"):
-        RouterActor({}, Incarnation(1), RouterShare()).start(DeployConfig(), "owner/name", MEETING, "127.0.0.1")
+        RouterActor(log, {}, Incarnation(1), RouterShare()).start(DeployConfig(), "owner/name", MEETING, "127.0.0.1")
     assert "*.json" in asked
     assert not any("safetensors" in pattern for pattern in asked)

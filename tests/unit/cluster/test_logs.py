@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.logs import JsonLines, TextLines, set_up_logs, with_facts
+from cluster.logs import JsonLines, ProcessLog, TextLines, set_up_logs, with_facts
 from cluster.spec.config import LogConfig, LogFormat
 
 
@@ -58,8 +58,9 @@ def test_text_records_have_the_fields_after_the_message() -> None:
 def test_records_are_written_to_standard_error(
     form: LogFormat, root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    set_up_logs(LogConfig(format=form), "router")
-    set_up_logs(LogConfig(format=form), "router")
+    log = ProcessLog(process="router", title="router", config=LogConfig(format=form))
+    set_up_logs(log)
+    set_up_logs(log)
     logging.getLogger("router.anything").info("hello", extra=with_facts(room=1))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("{") == (form is LogFormat.JSON)

@@ -67,7 +67,7 @@ def test_a_replica_with_a_silent_rank_is_ended_when_patience_is_over() -> None:
     assert at(run, PATIENCE_S) == [End("prefill-0", incarnation)]
     assert run.lines == [
         f"prefill-0: failed, incarnation {incarnation}: no heartbeat from rank 1 "
-        "for longer than resources.silence_s allows; its processes are alive"
+        "for longer than resources.silence_s allows; its processes are alive (baton logs prefill-0)"
     ]
     run.step(Ended("prefill-0", incarnation, True))
     run.now_s += 1.0
@@ -166,7 +166,7 @@ def test_a_silent_member_lives_on_while_the_actor_system_does_not_answer() -> No
     see(run, "prefill-0")
     assert at(run, 2 * PATIENCE_S - 0.1, lives=None) == []
     assert at(run, 2 * PATIENCE_S, lives=False) == [End("prefill-0", incarnation)]
-    assert run.lines[0].endswith("resources.silence_s allows; a process of it has died")
+    assert run.lines[0].endswith("resources.silence_s allows; a process of it has died (baton logs prefill-0)")
 
 
 def test_an_answer_about_a_member_that_has_shown_life_ends_nothing() -> None:

@@ -62,7 +62,7 @@ def test_dead_rank_restarts_its_replica() -> None:
     run = Run().serve()
     first = run.incarnation("prefill-0")
     assert run.fail("prefill-0") == [End("prefill-0", first)]
-    assert run.lines == [f"prefill-0: failed, incarnation {first}: rank 1: no memory"]
+    assert run.lines == [f"prefill-0: failed, incarnation {first}: rank 1: no memory (baton logs prefill-0)"]
     assert run.fail("prefill-0") == [], "the gang's other ranks end with it"
     assert run.step(Ended("prefill-0", first, True)) == [MarkEnded("prefill-0", first, True)]
     run.now_s = 0.9
