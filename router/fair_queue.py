@@ -15,6 +15,8 @@ class _Entry(msgspec.Struct, Generic[T], order=True, frozen=True):
     begin: float
     number: int
     tenant: str
+    length: float
+    """Virtual time that the item takes."""
     item: T
 
 
@@ -45,9 +47,9 @@ class FairQueue(Generic[T]):
 
     def push(self, item: T, tenant: str, cost: float, weight: float = 1.0, priority: int = 0) -> None:
         """Add an item. ``cost`` is the work that it takes, in any unit that all items of the queue share."""
-        begin = max(self._now, self._end_of.get(tenant, 0.0))
-        self._end_of[tenant] = begin + cost / weight
-        heapq.heappush(self._entries, _Entry(priority, begin, next(self._numbers), tenant, item))
+        begin, length = max(self._now, self._end_of.get(tenant, 0.0)), cost / weight
+        self._end_of[tenant] = begin + length
+        heapq.heappush(self._entries, _Entry(priority, begin, next(self._numbers), tenant, length, item))
 
     def pop(self) -> T:
         entry = heapq.heappop(self._entries)
@@ -56,10 +58,11 @@ class FairQueue(Generic[T]):
         return entry.item
 
     def remove(self, item: T) -> None:
-        """Remove an item that waits no longer, if it is still in the queue."""
-        kept = [entry for entry in self._entries if entry.item is not item]
-        if len(kept) < len(self._entries):
-            self._entries = kept
+        """Remove an item that waits no longer, if it is still in the queue. Its tenant owes nothing for it."""
+        removed = next((entry for entry in self._entries if entry.item is item), None)
+        if removed is not None:
+            self._end_of[removed.tenant] -= removed.length
+            self._entries.remove(removed)
             heapq.heapify(self._entries)
             self._forget_if_empty()
 

@@ -40,6 +40,18 @@ def test_an_idle_tenant_saves_nothing_up() -> None:
     assert [queue.pop() for _ in range(6)] == ["b0", "a4", "b1", "a5", "b2", "a6"]
 
 
+def test_a_tenant_owes_nothing_for_items_that_left() -> None:
+    queue: FairQueue[str] = FairQueue()
+    left = [f"a{number}" for number in range(20)]
+    for number, item in enumerate(left):
+        queue.push(item, "a", 1)
+        queue.push(f"b{number}", "b", 1)
+    for item in left:
+        queue.remove(item)
+    queue.push("a", "a", 1)
+    assert [queue.pop(), queue.pop()] == ["b0", "a"]
+
+
 def test_removed_items_are_not_served() -> None:
     queue: FairQueue[str] = FairQueue()
     for item in ("a0", "a1", "b0"):
