@@ -43,6 +43,8 @@ class OutputChunk(msgspec.Struct, kw_only=True):
     """One entry per token, if requested."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     """One entry for every prompt token but the first, if requested; set with the first token."""
+    written_logprobs: Sequence[msgspec.Raw] = ()
+    """JSON of each token's log-probabilities in the form of the response; see ``Writer.prepare``."""
     offsets: Sequence[int] = ()
     """Number of characters before each token in the answer."""
     stopped_by: str | int | None = None
@@ -58,6 +60,7 @@ def join(chunks: Sequence[OutputChunk]) -> OutputChunk:
         finish=chunks[-1].finish,
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         logprobs=tuple(given for chunk in chunks for given in chunk.logprobs),
+        written_logprobs=tuple(written for chunk in chunks for written in chunk.written_logprobs),
         offsets=tuple(offset for chunk in chunks for offset in chunk.offsets),
         prompt_logprobs=chunks[0].prompt_logprobs,
         stopped_by=chunks[-1].stopped_by,

@@ -19,7 +19,7 @@ from router.api.response_writer import ResponseObject, ResponseWriter
 from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTokensDetails, Usage
 from router.api.writers import ChatWriter, CompletionWriter, Writer
 from router.connection import EventStream, JsonAnswer, unless_client_leaves
-from router.errors import ClientLeftError
+from router.errors import ClientLeftError, bad_request
 from router.page_index import PromptKeys
 from router.preprocess.intake import SEED_MASK
 from router.preprocess.job import ChatOptions, CompletionOptions, Preprocessed, ResponsesOptions, Route
@@ -33,6 +33,8 @@ from router.text import AnswerText, OutputChunk
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
+MAX_LOGPROBS = 1 << 20
+"""Maximum number of log-probabilities of a response that is not streamed, which take 60 bytes each."""
 _MOST_AT_ONCE = 128
 """Number of tokens that are written without a break, in a few milliseconds."""
 
@@ -197,10 +199,15 @@ class AnswerReader:
 
 
 async def _whole(tokenizer: Tokenizer, opening: AbstractAsyncContextManager[Answer], writer: Writer) -> Response:
+    num_logprobs = 0
     async with opening as answer:
         reader, parts = AnswerReader(tokenizer, answer), [list[OutputChunk]() for _ in answer.requests]
         async for chunks in reader.chunks():
             for chunk in chunks:
+                num_logprobs += sum(1 + len(given.top_ids) for given in chunk.logprobs)
+                if num_logprobs > MAX_LOGPROBS:
+                    most = f"at most {MAX_LOGPROBS} in one response; ask for fewer, or for stream=true"
+                    raise bad_request(f"logprobs: the answer has more log-probabilities; allowed: {most}", "logprobs")
                 await writer.prepare(chunk)
                 parts[chunk.index].append(chunk)
         usage = _usage(answer, sum(len(chunk.token_ids) for part in parts for chunk in part))

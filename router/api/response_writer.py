@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from cluster.spec.sampling import FinishReason
-from router.api.responses import ChosenLogprob, PromptTokensDetails, Usage, chat_logprobs
+from router.api.responses import PromptTokensDetails, Usage, chat_logprobs
 from router.api.writers import new_reader
 from router.errors import RequestFailedError
 from router.message import MessageEvent, ReasoningEvent, new_call_id
@@ -26,7 +26,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag="output_text"):
     text: str
     annotations: list[Any] = []
-    logprobs: list[ChosenLogprob] = []
+    logprobs: list[msgspec.Raw] = []
 
 
 class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning_text"):
@@ -125,14 +125,14 @@ class OutputItems:
         self._encrypts_reasoning = encrypts_reasoning
         self._ended: list[OutputItem] = []
         self._growing: _Growing | None = None
-        self._pending: list[ChosenLogprob] = []
+        self._pending: list[msgspec.Raw] = []
         """Log-probabilities of tokens that have not produced text yet."""
 
     @property
     def is_thinking(self) -> bool:
         return isinstance(self._growing, _Reasoning)
 
-    def push(self, read: Sequence[MessageEvent], logprobs: Sequence[ChosenLogprob] = ()) -> list[Event]:
+    def push(self, read: Sequence[MessageEvent], logprobs: Sequence[msgspec.Raw] = ()) -> list[Event]:
         self._pending += logprobs
         events: list[Event] = []
         for event in read:
@@ -167,7 +167,7 @@ class OutputItems:
         self._growing = item
         return item.begin()
 
-    def _take_pending(self) -> list[ChosenLogprob]:
+    def _take_pending(self) -> list[msgspec.Raw]:
         pending, self._pending = self._pending, []
         return pending
 
@@ -193,7 +193,7 @@ class _Growing:
         self.item_id = f"{self.prefix}_{request_id}_{index}"
         self._index = index
         self._texts: list[str] = []
-        self._logprobs: list[ChosenLogprob] = []
+        self._logprobs: list[msgspec.Raw] = []
 
     @property
     def text(self) -> str:
@@ -210,7 +210,7 @@ class _Growing:
         added = ("response.output_item.added", {"output_index": self._index, "item": self.item("in_progress")})
         return [added, *self._part_event("content_part.added")]
 
-    def grow(self, text: str, logprobs: list[ChosenLogprob]) -> list[Event]:
+    def grow(self, text: str, logprobs: list[msgspec.Raw]) -> list[Event]:
         self._texts.append(text)
         self._logprobs += logprobs
         return [self._event(f"{self.text_event}.delta", delta=text, **self._text_fields(logprobs))]
@@ -221,7 +221,7 @@ class _Growing:
         over = ("response.output_item.done", {"output_index": self._index, "item": item})
         return [done, *self._part_event("content_part.done"), over]
 
-    def _text_fields(self, _logprobs: list[ChosenLogprob]) -> dict[str, Any]:
+    def _text_fields(self, _logprobs: list[msgspec.Raw]) -> dict[str, Any]:
         """Return the additional fields of the item's text delta and done events."""
         return {"content_index": 0}
 
@@ -252,7 +252,7 @@ class _Message(_Growing):
     def part(self) -> OutputText:
         return OutputText(text=self.text, logprobs=[*self._logprobs])
 
-    def _text_fields(self, logprobs: list[ChosenLogprob]) -> dict[str, Any]:
+    def _text_fields(self, logprobs: list[msgspec.Raw]) -> dict[str, Any]:
         return {"content_index": 0, "logprobs": logprobs}
 
 
@@ -267,7 +267,7 @@ class _Call(_Growing):
     def item(self, status: ItemStatus) -> OutputCall:
         return OutputCall(id=self.item_id, status=status, call_id=self._call_id, name=self._name, arguments=self.text)
 
-    def _text_fields(self, _logprobs: list[ChosenLogprob]) -> dict[str, Any]:
+    def _text_fields(self, _logprobs: list[msgspec.Raw]) -> dict[str, Any]:
         return {}
 
 
@@ -283,7 +283,8 @@ class ResponseWriter:
         self._created = _created(request_id, model, options)
 
     async def prepare(self, chunk: OutputChunk) -> None:
-        """Do nothing, because nothing of the prompt is shown."""
+        if chunk.logprobs:
+            chunk.written_logprobs = chat_logprobs(self._tokenizer, chunk)
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         del usage  # sent in the last event
@@ -292,8 +293,7 @@ class ResponseWriter:
 
     def _take(self, chunk: OutputChunk) -> list[Event]:
         read = self._reader.read(chunk.text, is_end=chunk.finish is not None)
-        logprobs = chat_logprobs(self._tokenizer, chunk).content if chunk.logprobs else ()
-        events = self._items.push(read, logprobs)
+        events = self._items.push(read, chunk.written_logprobs)
         self._finish = chunk.finish
         self._num_tokens += len(chunk.token_ids)
         if self._items.is_thinking:

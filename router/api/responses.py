@@ -17,6 +17,7 @@ from router.text import AnswerText, OutputChunk, TextRules, join, token_bytes, t
 
 _LEAST = -9999.0
 """Substitute for minus infinity, which JSON cannot represent."""
+_encode_json = msgspec.json.Encoder().encode
 _MOST_AT_ONCE = 128
 """Number of prompt tokens that are written without a break, in a few milliseconds."""
 
@@ -42,7 +43,8 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     token_logprobs: list[float | None]
     """Log-probability of each token; None for the first token of a prompt."""
     tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: list[msgspec.Raw | None]
+    """JSON objects from text to log-probability; None for the first token of a prompt."""
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +69,8 @@ class ChosenLogprob(TokenLogprob, frozen=True, kw_only=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    content: list[ChosenLogprob]
+    content: list[msgspec.Raw]
+    """JSON of a ChosenLogprob for each token."""
     refusal: None = None
 
 
@@ -194,11 +197,19 @@ def completion_logprobs(tokenizer: Tokenizer, chunk: OutputChunk, num_chars: int
         text_offset=[num_chars + offset for offset in chunk.offsets],
         token_logprobs=[_finite(given.logprob) for given in chunk.logprobs],
         tokens=tokens,
-        top_logprobs=[_by_text(tokenizer, token, given) for token, given in zip(tokens, chunk.logprobs, strict=True)],
+        top_logprobs=[*chunk.written_logprobs],
     )
 
 
-def chat_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> ChatLogprobs:
+def top_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> list[msgspec.Raw]:
+    """Return the most likely tokens at each position, for ``/v1/completions``."""
+    tokens = (token_text(tokenizer, token_id) for token_id in chunk.token_ids)
+    return [_by_text(tokenizer, token, given) for token, given in zip(tokens, chunk.logprobs, strict=True)]
+
+
+def chat_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> list[msgspec.Raw]:
+    """Return each token's log-probabilities, for chats and responses."""
+
     def entry(token_id: int, logprob: float) -> TokenLogprob:
         raw = list(token_bytes(tokenizer, token_id))
         return TokenLogprob(token=token_text(tokenizer, token_id), logprob=_finite(logprob), bytes=raw)
@@ -207,8 +218,8 @@ def chat_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> ChatLogprobs:
     for token_id, given in zip(chunk.token_ids, chunk.logprobs, strict=True):
         top = [entry(*one) for one in zip(given.top_ids, given.top_logprobs, strict=True)]
         chosen = entry(token_id, given.logprob)
-        content.append(ChosenLogprob(**msgspec.structs.asdict(chosen), top_logprobs=top))
-    return ChatLogprobs(content=content)
+        content.append(_raw(ChosenLogprob(**msgspec.structs.asdict(chosen), top_logprobs=top)))
+    return content
 
 
 async def echo_logprobs(
@@ -269,10 +280,14 @@ def _finite(logprob: float) -> float:
     return max(logprob, _LEAST)
 
 
-def _by_text(tokenizer: Tokenizer, chosen: str, given: TokenLogprobs) -> dict[str, float]:
+def _by_text(tokenizer: Tokenizer, chosen: str, given: TokenLogprobs) -> msgspec.Raw:
     """Map token texts to log-probabilities, best first, plus the chosen token. Equal texts keep the best value."""
     logprobs: dict[str, float] = {}
     for token_id, logprob in zip(given.top_ids, given.top_logprobs, strict=True):
         logprobs.setdefault(token_text(tokenizer, token_id), _finite(logprob))
     logprobs.setdefault(chosen, _finite(given.logprob))
-    return logprobs
+    return _raw(logprobs)
+
+
+def _raw(part: ChosenLogprob | dict[str, float]) -> msgspec.Raw:
+    return msgspec.Raw(_encode_json(part))

@@ -34,6 +34,7 @@ from router.api.responses import (
     echo_logprobs,
     joined,
     prompt_logprobs,
+    top_logprobs,
 )
 from router.connection import event
 from router.errors import RequestFailedError
@@ -94,7 +95,11 @@ class TextWriter(ABC):
     @abstractmethod
     def _prompt_of(self, chunk: OutputChunk) -> ShownPrompt: ...
 
+    @abstractmethod
+    def _write_logprobs(self, chunk: OutputChunk) -> Sequence[msgspec.Raw]: ...
+
     async def prepare(self, chunk: OutputChunk) -> None:
+        chunk.written_logprobs = self._write_logprobs(chunk)
         prompt, given, num_top = self._prompt_of(chunk), chunk.prompt_logprobs, self._num_prompt_logprobs
         if num_top is not None and prompt.logprobs is None and len(given) == len(prompt.token_ids) - 1:
             prompt.logprobs = await prompt_logprobs(self._tokenizer, prompt.token_ids, given, num_top)
@@ -164,8 +169,11 @@ class ChatWriter(TextWriter):
             part.reasoning = ""
         return part
 
+    def _write_logprobs(self, chunk: OutputChunk) -> Sequence[msgspec.Raw]:
+        return chat_logprobs(self._tokenizer, chunk) if chunk.logprobs else ()
+
     def _logprobs(self, chunk: OutputChunk) -> ChatLogprobs | None:
-        return chat_logprobs(self._tokenizer, chunk) if chunk.logprobs else None
+        return ChatLogprobs(content=[*chunk.written_logprobs]) if chunk.written_logprobs else None
 
     def _finish_reason(self, chunk: OutputChunk) -> str | None:
         """Return the reason why the choice ended; valid after ``_read``."""
@@ -219,6 +227,9 @@ class CompletionWriter(TextWriter):
             )
             opening, prompt_token_ids = self._frame([echo], None), UNSET
         return opening + self._frame([self._choice(chunk, prompt, prompt_token_ids)], usage)
+
+    def _write_logprobs(self, chunk: OutputChunk) -> Sequence[msgspec.Raw]:
+        return top_logprobs(self._tokenizer, chunk) if chunk.logprobs else ()
 
     async def prepare(self, chunk: OutputChunk) -> None:
         await super().prepare(chunk)

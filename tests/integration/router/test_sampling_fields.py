@@ -124,6 +124,16 @@ class TestEcho:
         events = shared.events("/v1/completions", prompt="xyz", max_tokens=3, echo=True)
         assert [event["choices"][0]["text"] for event in events] == ["xyz", "x", "y", "z"]
 
+    def test_too_many_log_probabilities_are_refused_unless_streamed(
+        self, shared: RouterCluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("router.api.generation.MAX_LOGPROBS", 7)
+        body: dict[str, Any] = {"prompt": "ab", "max_tokens": 4, "logprobs": 1}
+        reply = shared.post("/v1/completions", **body)
+        assert reply.status_code == 400
+        assert "logprobs: the answer has more log-probabilities; allowed: at most 7" in reply.text
+        assert len(shared.events("/v1/completions", **body)) == 4
+
     def test_echo_with_logprobs_includes_the_prompt(self, shared: RouterCluster) -> None:
         choices = shared.complete(["ab", "c"], max_tokens=1, echo=True, n=2, logprobs=1)["choices"]
         assert [choice["text"] for choice in choices] == ["aba", "aba", "cc", "cc"]

@@ -13,7 +13,7 @@ from openai.types.responses import ResponseUsage
 
 from router.api import response_writer
 from router.api.response_writer import Event, OutputCall, OutputItem, OutputMessage, OutputReasoning
-from router.api.responses import ChosenLogprob, PromptTokensDetails, Usage
+from router.api.responses import PromptTokensDetails, Usage
 from router.message import MessageReader, Thinking
 from router.preprocess.job import ResponsesOptions
 from router.preprocess.model import ServedModel
@@ -99,13 +99,13 @@ def test_log_probabilities_are_in_the_item_with_their_text() -> None:
     reader, items = MessageReader(Thinking.OPTIONAL, HermesParser()), response_writer.OutputItems("x")
     events: list[Event] = []
     for number, token in enumerate(tokens, start=1):
-        logprob = ChosenLogprob(token=token, logprob=0.0, bytes=[], top_logprobs=[])
+        logprob = msgspec.Raw(json.dumps({"token": token}).encode())
         events += items.push(reader.read(token, is_end=number == len(tokens)), [logprob])
     _, said, _ = items.end("completed")[0]
     assert isinstance(said, OutputMessage)
     (part,) = said.content
     assert part.text == "<tools>yes"
-    assert [entry.token for entry in part.logprobs] == ["</think>", "<tool", "s>", "yes"]
+    assert [json.loads(bytes(entry))["token"] for entry in part.logprobs] == ["</think>", "<tool", "s>", "yes"]
     (begun,) = [
         fields["part"] for kind, fields in events if kind.endswith("part.added") and fields["output_index"] == 1
     ]
