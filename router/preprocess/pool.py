@@ -1,7 +1,9 @@
 """Pool of processes that preprocess bodies, so that no body can hold up the requests of other clients."""
 
 import asyncio
+import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,8 +32,10 @@ from router.preprocess.job import (
     encode,
 )
 from router.preprocess.model import ServedModel
-from router.preprocess.preprocessor import MustCompileError, preprocess
+from router.preprocess.preprocessor import NotInlineError, preprocess
 from router.preprocess.process import error_of
+
+_log = logging.getLogger(__name__)
 
 NUM_PROCESSES = 2
 INLINE_BYTES = 4096
@@ -40,6 +44,8 @@ _ID_BYTES = 12
 """Maximum size of a token id in a body, with white space."""
 _WALL_S = 60.0
 """Maximum time for one body on a busy machine."""
+_RETRY_S = 1.0
+"""Time after which a process that could not start is started again."""
 _ROOT = Path(cluster.__file__).parents[1]
 
 
@@ -55,6 +61,8 @@ class PreprocessPool:
         self._waiting: FairQueue[_Waiting] = FairQueue()
         self._arrived = asyncio.Condition()
         self._is_needed = asyncio.Event()
+        self._num_ready = 0
+        """Number of processes that take jobs."""
 
     def start_processes(self) -> None:
         """Start the processes, which takes a second or two, before the first job needs them."""
@@ -95,24 +103,50 @@ class PreprocessPool:
             extracted = extract_ids(job.body, "prompt")
             if extracted is None or len(extracted.rest) > INLINE_BYTES or len(extracted.ids) > LONG_TOKENS:
                 return None
-        with suppress(MustCompileError):
+        with suppress(NotInlineError):
             return preprocess(self._model, job, extracted)
         return None
 
     async def _serve(self) -> None:
         await self._is_needed.wait()
-        while True:
-            async with _started() as process:
-                await self._serve_with(process)
+        again: _Waiting | None = None
+        num_failures = 0
+        try:
+            while True:
+                try:
+                    async with self._ready_process() as process:
+                        num_failures = 0
+                        self._num_ready += 1
+                        try:
+                            again = await self._serve_with(process, again)
+                        finally:
+                            self._num_ready -= 1
+                except OSError as error:
+                    _log.error("a preprocessing process could not start: %s", error)
+                    num_failures += 1
+                    if num_failures > 1 and not self._num_ready:
+                        self._fail_all(again)
+                    await asyncio.sleep(_RETRY_S)
+        finally:
+            if again is not None:
+                again.fail(_stopped())
 
-    async def _serve_with(self, process: "_Process") -> None:
-        """Give jobs to a process until it ends or has to be ended."""
-        ready = await process.call(self._setup)
-        assert isinstance(ready, Ready), "a preprocessing process could not start; its output says why"
+    @asynccontextmanager
+    async def _ready_process(self) -> AsyncGenerator["_Process", None]:
+        """Start a process that takes jobs; kill it on exit. Raises OSError if it does not start."""
+        async with _started() as process:
+            if not isinstance(await process.call(self._setup), Ready):
+                raise ChildProcessError("its output says why")
+            yield process
+
+    async def _serve_with(self, process: "_Process", again: "_Waiting | None") -> "_Waiting | None":
+        """Give jobs, first ``again``, to a process until it ends or has to be ended.
+
+        Returns the job during which somebody killed the process, unless that happened to it before.
+        """
         while True:
-            async with self._arrived:
-                await self._arrived.wait_for(lambda: len(self._waiting) > 0)
-                waiting = self._waiting.pop()
+            waiting = again or await self._next()
+            again = None
             try:
                 async with asyncio.timeout(_WALL_S):
                     outcome = await process.call(encode(waiting.job))
@@ -122,14 +156,27 @@ class PreprocessPool:
                     case Refusal():
                         waiting.fail(outcome.error)
                     case _:
-                        waiting.fail(error_of(await process.status()))
-                        return
+                        status = await process.status()
+                        if status == -signal.SIGKILL and not waiting.was_killed:
+                            waiting.was_killed = True
+                            return waiting
+                        waiting.fail(error_of(status))
+                        return None
             except TimeoutError:
-                message = f"the router is too busy to read this request within {_WALL_S:g} s; try again"
-                waiting.fail(ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="busy"))
-                return
-            finally:
-                waiting.fail(_stopped())  # unless it has an outcome
+                waiting.fail(_busy(f"the router is too busy to read this request within {_WALL_S:g} s; try again"))
+                return None
+            except asyncio.CancelledError:
+                waiting.fail(_stopped())
+                raise
+
+    async def _next(self) -> "_Waiting":
+        async with self._arrived:
+            await self._arrived.wait_for(lambda: len(self._waiting) > 0)
+            return self._waiting.pop()
+
+    def _fail_all(self, again: "_Waiting | None") -> None:
+        for waiting in [*self._waiting, *([again] if again is not None else ())]:
+            waiting.fail(_busy("the router cannot start the process that reads this request; try again"))
 
 
 class _Waiting:
@@ -137,6 +184,8 @@ class _Waiting:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self.was_killed = False
+        """True if a process was killed by somebody else while it did this job, for which the job may be the reason."""
         self.outcome: asyncio.Future[Preprocessed | JsonText] = asyncio.get_running_loop().create_future()
 
     def succeed(self, outcome: Preprocessed | JsonText) -> None:
@@ -152,23 +201,23 @@ class _Waiting:
 async def _started() -> AsyncGenerator["_Process", None]:
     """Start a process; kill it on exit."""
     ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "router.preprocess.process"],
-            stdin=theirs.fileno(),
-            cwd=_ROOT,
-            env=os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )
-    try:
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "router.preprocess.process"],
+                stdin=theirs.fileno(),
+                cwd=_ROOT,
+                env=os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )
         try:
-            yield _Process(process, reader, writer)
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            try:
+                yield _Process(process, reader, writer)
+            finally:
+                writer.transport.abort()
         finally:
-            writer.transport.abort()
-    finally:
-        ours.close()
-        process.kill()
-        await asyncio.to_thread(process.wait)  # the kernel may take a while to free its memory
+            process.kill()
+            await asyncio.to_thread(process.wait)  # the kernel may take a while to free its memory
 
 
 class _Process:
@@ -195,6 +244,10 @@ class _Process:
     async def status(self) -> int:
         """Return the exit status of a process that has closed its socket."""
         return await asyncio.to_thread(self._process.wait)
+
+
+def _busy(message: str) -> ApiError:
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="busy")
 
 
 def _stopped() -> ApiError:

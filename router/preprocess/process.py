@@ -7,6 +7,7 @@ it starts another process.
 import resource
 import signal
 import socket
+import traceback
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -51,8 +52,15 @@ class TimedGrammars(Grammars):
 def error_of(status: int) -> ApiError:
     """Return the error of the body for which a process ended with this exit status."""
     if status >= 0:
-        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; see the router's log")
+        return _internal()
+    if status == -signal.SIGKILL:  # by somebody else, such as the kernel when the machine has no memory left
+        message = "the process that read this request was killed; try again"
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="busy")
     return _too_complex(_PROBLEMS.get(-status, _MEMORY))
+
+
+def _internal() -> ApiError:
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; see the router's log")
 
 
 def _too_complex(message: str) -> ApiError:
@@ -87,6 +95,9 @@ def _outcome(model: ServedModel, job: Job) -> Preprocessed | JsonText | Refusal:
         return Refusal.of(error)
     except MemoryError:
         return Refusal.of(_too_complex(_MEMORY))
+    except Exception:
+        traceback.print_exc()
+        return Refusal.of(_internal())
 
 
 def _messages(channel: socket.socket) -> Iterator[bytes]:
