@@ -7,7 +7,7 @@ from cluster.spec.errors import UserError
 from router.errors import bad_request
 from router.message import CLOSING, OPENING, Thinking, reasoning_after
 from router.preprocess.constrain import ANY_OBJECT, Constraint, grammar_of, json_part, wanted_answer
-from router.preprocess.intake import check, encode, given_or, make_request
+from router.preprocess.intake import check, encode, given_or, make_requests
 from router.preprocess.model import ServedModel
 from router.preprocess.requests import AllowedTools, ChatMessage, ChatRequest, NamedTool, TemplateBody, Tool
 from router.request import GenerateRequest
@@ -39,7 +39,7 @@ def chat_request(model: ServedModel, body: ChatRequest, max_tokens: int) -> tupl
     markers = [OPENING, CLOSING] if model.has_reasoning else []
     markers += dialect.markers if dialect is not None else ()
     names = [tool.function.name for _, tool in _callable(body)]
-    request = make_request(model, body, prompt_ids, max_tokens, grammar, markers)
+    (request,) = make_requests(model, body, [prompt_ids], max_tokens, grammar, markers)
     return request, AnswerForm(thinking, names if dialect is not None else None)
 
 

@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from cluster.channel import MAX_FRAME_BYTES
 from cluster.spec.sampling import Sampling, Stopping
@@ -21,6 +22,10 @@ from router.request import GenerateRequest
 from router.text import TextRules
 
 MAX_PROMPTS = 1024
+MAX_RULE_BYTES = 32 << 20
+"""Maximum size of the sampling rules in the messages of all choices together."""
+_BIAS_BYTES, _ID_BYTES = 14, 5
+"""Maximum number of message bytes of a biased token, and of a token in a list."""
 
 _TOO_LONG = "context_length_exceeded"
 _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES = 64, 14
@@ -59,7 +64,7 @@ def completion_requests(model: ServedModel, body: CompletionRequest, max_tokens:
     if body.trace and len(prompts) > 1:
         raise bad_request(f"trace: at most one prompt can be traced, got {len(prompts)}", "trace")
     grammar = grammar_of(model, lambda: wanted_answer(body))
-    return [make_request(model, body, prompt, max_tokens, grammar) for prompt in prompts]
+    return make_requests(model, body, prompts, max_tokens, grammar)
 
 
 def encode(model: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
@@ -84,15 +89,43 @@ def pack_token_ids(model: ServedModel, token_ids: Collection[int], param: str) -
     raise bad_request(f"{param}: there is no token {wrong}; allowed: 0 to {vocab_size - 1}", param)
 
 
-def make_request(
+def make_requests(
     model: ServedModel,
     body: GenerationBody,
-    given_ids: Collection[int],
+    prompts: Sequence[Collection[int]],
     max_tokens: int,
     grammar: str,
     markers: Collection[str] = (),
-) -> GenerateRequest:
-    """Create the request for one prompt. The text shows ``markers`` even if they are special tokens."""
+) -> list[GenerateRequest]:
+    """Create the request of each prompt. The text shows ``markers`` even if they are special tokens."""
+    eos_ids = frozenset[int]() if body.ignore_eos else model.tokenizer.eos_ids
+    ending_ids = eos_ids.union(body.stop_token_ids or ())
+    if body.min_tokens and body.allowed_token_ids and ending_ids.issuperset(body.allowed_token_ids):
+        raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
+    sampling = make_sampling(model, body, ending_ids, grammar)
+    _check_rules(sampling, len(prompts) * body.num_choices)
+    rules = _text_rules(model, body, ending_ids, markers)
+    requests = []
+    for prompt in prompts:
+        prompt_ids, most = _check_lengths(model, body, prompt, max_tokens)
+        seed = secrets.randbits(63) if body.seed is None else sampling.seed
+        requests.append(
+            GenerateRequest(
+                prompt_ids=prompt_ids,
+                sampling=replace(sampling, seed=seed),
+                stopping=Stopping(max_tokens=most, stop_token_ids=ending_ids),
+                text_rules=rules,
+                cache_salt=body.salt,
+                traced=bool(body.trace),
+            )
+        )
+    return requests
+
+
+def _check_lengths(
+    model: ServedModel, body: GenerationBody, given_ids: Collection[int], max_tokens: int
+) -> tuple[TokenIds, int]:
+    """Return a prompt's tokens and the maximum length of its answer. Raises ApiError."""
     param, wanted = body.prompt_field, body.wanted_tokens
     if not given_ids:
         raise bad_request(f"{param}: is empty; at least one token is needed", param)
@@ -108,20 +141,23 @@ def make_request(
     most = min(body.default_tokens or left, left) if wanted is None else max(wanted, 1)
     if body.min_tokens is not None and body.min_tokens > most:
         raise bad_request(f"min_tokens: must be at most max_tokens ({most}), got {body.min_tokens}", "min_tokens")
-    eos_ids = frozenset[int]() if body.ignore_eos else model.tokenizer.eos_ids
-    stopping = Stopping(max_tokens=most, stop_token_ids=eos_ids.union(body.stop_token_ids or ()))
-    if body.min_tokens and body.allowed_token_ids and stopping.stop_token_ids.issuperset(body.allowed_token_ids):
-        raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
     check_prompt_logprobs(prompt_len, body.num_prompt_logprobs, body.num_choices)
-    sampling = make_sampling(model, body, stopping.stop_token_ids, grammar)
-    return GenerateRequest(
-        prompt_ids=prompt_ids,
-        sampling=sampling,
-        stopping=stopping,
-        text_rules=_text_rules(model, body, stopping.stop_token_ids, markers),
-        cache_salt=body.salt,
-        traced=bool(body.trace),
-    )
+    return prompt_ids, most
+
+
+def _check_rules(sampling: Sampling, num_choices: int) -> None:
+    """Reject sampling rules that take too much memory, because every choice's message to the replicas has them."""
+    sizes = {
+        "grammar": len(sampling.grammar),
+        "logit_bias": _BIAS_BYTES * len(sampling.logit_bias),
+        "allowed_token_ids": _ID_BYTES * len(sampling.allowed_ids),
+        "bad_words": _ID_BYTES * sum(map(len, sampling.bad_words)),
+    }
+    if num_choices * sum(sizes.values()) > MAX_RULE_BYTES:
+        param = max(sizes, key=lambda name: sizes[name])
+        got = f"{num_choices} choices with {sum(sizes.values())} bytes each"
+        most = f"at most {MAX_RULE_BYTES} bytes of grammar, logit_bias, allowed_token_ids and bad_words together"
+        raise bad_request(f"{param}: got {got}; allowed: {most}", param)
 
 
 def make_sampling(model: ServedModel, body: GenerationBody, ending_ids: frozenset[int], grammar: str = "") -> Sampling:

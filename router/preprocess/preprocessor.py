@@ -35,14 +35,16 @@ from router.request import GenerateRequest
 
 _SESSION_FIELDS = ("prompt_cache_key", "session_id", "user")
 MAX_SESSION_CHARS = 256
+FEW = 32
+"""Number of prompts and bad words up to which they are tokenized where other clients wait, in a millisecond."""
 _TOKENIZE_HARMLESS = {
     name: HARMLESS[name] for name in ("chat_template", "continue_final_message", "documents", "truncate_prompt_tokens")
 }
 """Unsupported fields that would change the prompt, with the values that have no effect."""
 
 
-class MustCompileError(Exception):
-    """The body has a grammar, and this process compiles none."""
+class NotInlineError(Exception):
+    """The body may take long, and this process serves other clients."""
 
 
 class TokenizeRequest(TemplateBody):
@@ -62,7 +64,7 @@ def preprocess(model: ServedModel, job: Job, extracted: Extracted | None = None)
 
     Raises:
         ApiError: the body is wrong.
-        MustCompileError: the body has a grammar, and ``model.grammars`` is None.
+        NotInlineError: ``model.grammars`` is None, and the body has a grammar, tools, or many prompts or words.
     """
     match job.route:
         case Route.COMPLETIONS:
@@ -145,8 +147,12 @@ def _detokenize(model: ServedModel, body: DetokenizeRequest) -> JsonText:
 
 
 def _check_place(model: ServedModel, body: GenerationBody) -> None:
-    if model.grammars is None and (body.is_constrained or (isinstance(body, ChatRequest) and body.tools)):
-        raise MustCompileError
+    if model.grammars is not None:
+        return
+    num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+    has_tools = isinstance(body, ChatRequest) and body.tools
+    if body.is_constrained or has_tools or num_prompts + len(body.bad_words or ()) > FEW:
+        raise NotInlineError
 
 
 def _common(body: GenerationBody) -> dict[str, Any]:

@@ -300,6 +300,6 @@ def _with_parsed_arguments(call: Any) -> Any:
     """Parse a tool call's arguments, which are a JSON string in OpenAI's API. An empty string means no arguments."""
     match call:
         case {"function": {"arguments": str(text)} as function}:
-            with suppress(msgspec.DecodeError):
+            with suppress(msgspec.DecodeError, RecursionError):
                 return call | {"function": function | {"arguments": msgspec.json.decode(text.strip() or "{}")}}
     return call

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import os
 import signal
+import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ from router.page_index import LONG_TOKENS, PromptKeys
 from router.preprocess.job import Job, JsonText, Preprocessed, Route, encode
 from router.preprocess.model import read_model
 from router.preprocess.pool import PreprocessPool
+from router.preprocess.preprocessor import preprocess
 from router.preprocess.process import error_of
+from tests.chaos.faults import kill
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.router_cluster import MODEL, config_of
 
@@ -29,6 +34,10 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "conversion": ({"guided_grammar": "root ::= " + "\n" * 50_000 + '"a"'}, "takes more than 1 s to compile"),
     "properties": ({"guided_json": MANY}, "takes more than 1 s to compile"),
     "text": ({"prompt": "a b c d " * 3_000_000}, f"24000000 characters; allowed: at most {16 * CONTEXT}"),
+    "rules": (
+        {"prompt": [[5]] * 64, "guided_json": {"type": "integer", "description": "x" * 1_000_000}},
+        "grammar: got 64 choices with 1000",
+    ),
     "stops": ({"stop": ["x" * 1025]}, "stop: "),
     "bad words": ({"bad_words": ["x" * 257]}, "bad_words[0]: "),
     "stop ids": ({"stop_token_ids": [1] * 1025}, "stop_token_ids: must have at most 1024 items"),
@@ -80,8 +89,75 @@ async def test_a_process_has_the_same_outcome_as_the_router(pool: PreprocessPool
         inline = pool.run_inline(one)
         assert inline is not None
         assert encode(await pool.run(one, "alice")) == encode(inline)
-    for one in (job(prompt="a" * 5000), job(prompt="a", guided_regex="a"), job(prompt=[5] * 40_000)):
-        assert pool.run_inline(one) is None
+    long: list[dict[str, Any]] = [
+        {"prompt": "a" * 5000},
+        {"prompt": "a", "guided_regex": "a"},
+        {"prompt": [5] * 40_000},
+        {"prompt": [[5]] * 40},
+        {"prompt": "a", "bad_words": ["a"] * 40},
+    ]
+    assert [pool.run_inline(job(**fields)) for fields in long] == [None] * len(long)
+
+
+async def test_a_job_tokenizes_its_words_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, words = read_model(config_of(), folder), []
+    real = model.tokenizer.encode
+
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        words.append(text)
+        return real(text, add_special_tokens)
+
+    monkeypatch.setattr(model.tokenizer, "encode", encode)
+    made = preprocess(model, job(prompt=[[5], [6], [7]], bad_words=["bad"]))
+    assert isinstance(made, Preprocessed)
+    assert words == ["bad", " bad"]
+    assert len({request.sampling.seed for request in made.requests}) == 3
+
+
+async def test_arguments_that_are_nested_too_deeply_are_text(pool: PreprocessPool) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 1500}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "a"}]
+    made = await pool.run(job(Route.CHAT, messages=messages), "alice")
+    assert isinstance(made, Preprocessed)
+
+
+def children() -> list[int]:
+    """Return the preprocessing processes of this process."""
+    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [pid for pid in map(int, found) if b"router.preprocess.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+async def test_processes_that_were_killed_while_idle_are_replaced(pool: PreprocessPool) -> None:
+    await asyncio.gather(*(pool.run(job(prompt="a"), "alice") for _ in range(8)))
+    for pid in children():
+        kill("a preprocessing process", pid)
+    made = await asyncio.gather(*(pool.run(job(prompt="a"), "alice") for _ in range(8)))
+    assert [type(each) for each in made] == [Preprocessed] * 8
+
+
+@pytest.mark.parametrize("program", ["/bin/false", "/nowhere"])
+async def test_jobs_fail_while_no_process_can_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    python = sys.executable
+    monkeypatch.setattr("router.preprocess.pool._RETRY_S", 0.05)
+    monkeypatch.setattr(sys, "executable", program)
+    config = config_of()
+    made = PreprocessPool(config, folder, read_model(config, folder))
+    serving = asyncio.create_task(made.serve())
+    with pytest.raises(ApiError, match="cannot start the process that reads this request; try again") as caught:
+        await made.run(job(prompt="a"), "alice")
+    assert caught.value.status == 503
+    monkeypatch.setattr(sys, "executable", python)
+    assert isinstance(await asyncio.wait_for(_until_served(made), 60), Preprocessed)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+async def _until_served(pool: PreprocessPool) -> Preprocessed | JsonText:
+    while True:
+        with suppress(ApiError):
+            return await pool.run(job(prompt="a"), "alice")
 
 
 async def test_the_keys_of_a_long_prompt_come_with_it(pool: PreprocessPool) -> None:
@@ -104,6 +180,7 @@ async def test_long_texts_do_not_pass_through_the_router(pool: PreprocessPool) -
     [
         (-signal.SIGPROF, 400, "the body takes more than 10 s of processor time"),
         (-signal.SIGABRT, 400, "the body takes more than 4 GiB of memory"),
+        (-signal.SIGKILL, 503, "the process that read this request was killed; try again"),
         (1, 500, "internal error"),
     ],
 )
