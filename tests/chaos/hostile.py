@@ -24,6 +24,8 @@ FLOOD_REQUESTS, FLOOD_PROMPT_LEN = 1000, 300
 LIMITS = httpx.Limits(max_connections=FLOOD_REQUESTS)
 _PATTERNS = {"allOf": [{"type": "string", "pattern": f"(.*a{number}.*)"} for number in range(16)]}
 _MANY = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(10_000)}}
+_LONG = {"type": "integer", "description": "x" * 1_000_000}
+_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 1500}}
 
 BODIES: dict[str, Callable[[], dict[str, Any]]] = {
     "a long text": lambda: {"prompt": "a b c d " * 1_000_000},
@@ -41,6 +43,18 @@ BODIES: dict[str, Callable[[], dict[str, Any]]] = {
     "1,024 choices": lambda: {"prompt": [[20, 21]] * 8, "n": 128, "max_tokens": 1},
     "7,000,000 stop tokens": lambda: {"prompt": "a", "stop_token_ids": [5] * 7_000_000},
     "a prompt of 500,000 ids": lambda: {"prompt": [33] * 500_000},
+    "bad words of 700 prompts": lambda: {"prompt": [[5]] * 700, "bad_words": ["a"] * 256},
+    "biases of 1,024 prompts": lambda: {"prompt": [[5]] * 1024, "logit_bias": {str(i): 1 for i in range(4096)}},
+    "a schema of 1 MB for 1,024 prompts": lambda: {"prompt": [[5]] * 1024, "guided_json": _LONG},
+    "log-probabilities of 128 choices": lambda: {
+        "messages": [{"role": "user", "content": "a"}],
+        "n": 128,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "max_tokens": 300,
+        "ignore_eos": True,
+    },
+    "deeply nested arguments": lambda: {"messages": [{"role": "assistant", "tool_calls": [_CALL]}]},
     "deep nesting": lambda: {"prompt": "a", "foo": json.loads("[" * 900 + "]" * 900)},
 }
 

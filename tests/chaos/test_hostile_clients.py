@@ -26,7 +26,14 @@ BEGIN_S, ATTACK_S = 120.0, 180.0
 FLOOD_BEGINS_S = 5.0
 MOST_GROWTH_MIB = 300
 NAME = "test-chaos-hostile"
-ACCEPTED = {"1,024 choices", "1,024 long prompts", "an unknown field of 3 MB"}
+ACCEPTED = {
+    "1,024 choices",
+    "1,024 long prompts",
+    "an unknown field of 3 MB",
+    "bad words of 700 prompts",
+    "log-probabilities of 128 choices",
+    "deeply nested arguments",
+}
 """Attacks that are legal requests; all others are refused with a reason."""
 
 
