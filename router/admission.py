@@ -185,11 +185,15 @@ class KeyLimits:
 @dataclass(eq=False, slots=True)
 class _Waiting:
     open: Open
+    cost: float
     answer: asyncio.Future[Answer]
 
 
 class Gate:
     """Fair queue of requests that wait for capacity at replicas.
+
+    If there is not enough for the first one, those of other tenants pass it until they have taken as much as it needs.
+    So a large request waits for room without closing the gate to all.
 
     Not thread-safe: all methods run in one event loop.
     """
@@ -201,6 +205,9 @@ class Gate:
         self._is_looking = False
         self._why = ""
         """Reason why the first request waits."""
+        self._passed: _Waiting | None = None
+        self._num_passing = 0.0
+        """Cost of the requests that have passed ``_passed``, which is the first one."""
 
     @property
     def num_waiting(self) -> int:
@@ -223,7 +230,7 @@ class Gate:
                 return open_answer()
             except QueueFullError as error:
                 self._why = str(error)
-        waiting = _Waiting(open_answer, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(open_answer, cost, asyncio.get_running_loop().create_future())
         self._waiting.push(waiting, tenant, cost, weight, priority)
         self.look()
         try:
@@ -249,10 +256,24 @@ class Gate:
             return
         self._is_looking = True
         try:
-            while self._waiting and self._try_first():
+            while self._waiting and self._try(self._waiting.first):
                 self._waiting.pop()
+            if self._waiting:
+                self._let_pass(self._waiting.first)
         finally:
             self._is_looking = False
+
+    def _let_pass(self, first: _Waiting) -> None:
+        """Admit requests of other tenants for which there is capacity, although there is not enough for the first."""
+        if first is not self._passed:
+            self._passed, self._num_passing = first, 0.0
+        why = self._why
+        for other in self._waiting.behind_first():
+            may_pass = not other.answer.done() and self._num_passing + other.cost <= first.cost
+            if may_pass and self._try(other):
+                self._waiting.take(other)
+                self._num_passing += other.cost
+        self._why = why
 
     def _drop_one_too_many(self) -> None:
         """Refuse a request of the tenant with the most requests if the queue is too long."""
@@ -262,16 +283,15 @@ class Gate:
             if not dropped.answer.done():
                 dropped.answer.set_exception(QueueFullError(self._why, "max_waiting_requests"))
 
-    def _try_first(self) -> bool:
-        """Try to admit the first request; return whether it leaves the queue."""
-        first = self._waiting.first
-        if first.answer.done():
+    def _try(self, waiting: _Waiting) -> bool:
+        """Try to admit a request; return whether it leaves the queue."""
+        if waiting.answer.done():
             return True
         try:
-            first.answer.set_result(first.open())
+            waiting.answer.set_result(waiting.open())
         except QueueFullError as error:
             self._why = str(error)
             return False
         except Exception as error:
-            first.answer.set_exception(error)
+            waiting.answer.set_exception(error)
         return True

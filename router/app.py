@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from router.answer import HEADERS
 from router.api import admin, errors, generation, status
 from router.api.document import complete
-from router.api.front import REQUEST_ID, ArrivingBodies, Front, key_needed
+from router.api.front import REQUEST_ID, Bodies, Front, key_needed
 from router.records import TRACEPARENT
 from router.service import Service
 
@@ -34,7 +34,7 @@ def create_app(service: Service) -> ASGIApp:
 def create_api(service: Service) -> FastAPI:
     """Return all routes as a FastAPI application, which also documents them."""
     app = _Api(title="Baton", description="Long-context LLM serving with OpenAI's API.", redirect_slashes=False)
-    app.state.bodies = ArrivingBodies(service.model.max_body_bytes)
+    app.state.bodies = Bodies(service.model.max_body_bytes)
     for routes in (generation.routes, status.model_routes):
         app.include_router(routes(service), dependencies=[key_needed(service)])
     for routes in (status.state_routes, admin.routes):

@@ -66,6 +66,20 @@ class FairQueue(Generic[T]):
             heapq.heapify(self._entries)
             self._forget_if_empty()
 
+    def take(self, item: T) -> None:
+        """Remove an item that is served before its turn."""
+        self._entries = [entry for entry in self._entries if entry.item is not item]
+        heapq.heapify(self._entries)
+        self._forget_if_empty()
+
+    def behind_first(self) -> list[T]:
+        """Return the first item of every tenant but that of the first item, in order, if it has the same priority."""
+        first, others = self._entries[0], dict[str, _Entry[T]]()
+        for entry in self._entries:
+            if entry.tenant != first.tenant and entry.priority == first.priority:
+                others[entry.tenant] = min(entry, others.get(entry.tenant, entry))
+        return [entry.item for entry in sorted(others.values())]
+
     def least_entitled(self) -> T:
         """Return the newest item of the tenant with the most items: the one to drop if there are too many."""
         counts: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 import re
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -31,8 +32,9 @@ _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ARRIVAL_KEY = "baton.arrival"
 _SESSION_HEADER = b"x-session-id"
 _DP_RANK_HEADER = "X-data-parallel-rank"
+_HELD_KEY = "baton.held"
 _MOST_LARGEST = 8
-"""Maximum memory for arriving bodies, as a multiple of the maximum body size."""
+"""Maximum memory for large bodies, as a multiple of the maximum body size."""
 
 
 class Arrival(msgspec.Struct, kw_only=True):
@@ -107,20 +109,25 @@ class Front:
                 raise  # for the log
 
 
-class ArrivingBodies:
-    """Receives the bodies of one process's requests, with limits on size and total memory."""
+class Bodies:
+    """Receives the bodies of one process's requests, with limits on size and total memory.
+
+    A tenant's bodies may take as much memory as is free (Choudhury and Hahne, "Dynamic Queue Length Thresholds for
+    Shared-Memory Packet Switches", 1998): half of all if they are alone, and there is always room for another tenant.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         """Create the receiver; ``max_bytes`` is the maximum size of one body."""
         self._max_bytes = max_bytes
-        self._num_bytes = 0
+        self._held = Counter[str]()
+        """Number of bytes by tenant, of bodies that do not arrive together with their heads."""
 
     async def receive(self, request: Request) -> bytes:
-        """Return a request's body, most of which usually arrives together with the head.
+        """Return a request's body, most of which usually arrives together with the head. Follow with ``release``.
 
         Raises:
-            ApiError: 413 for a body that is too large, 503 if arriving bodies take too much memory, or the refusal of
-                the connection, such as 408 for a slow body.
+            ApiError: 413 for a body that is too large, 503 if the tenant's bodies take too much memory, or the refusal
+                of the connection, such as 408 for a slow body.
             ClientDisconnect: the client left before the end of the body.
         """
         declared = arrival_of(request).header(b"content-length")
@@ -131,24 +138,32 @@ class ArrivingBodies:
         return await self._receive_rest(request, body) if first.get("more_body", False) else body
 
     async def _receive_rest(self, request: Request, first: bytes) -> bytes:
-        parts, num_bytes = [first], len(first)
-        self._num_bytes += num_bytes
-        try:
-            has_more = True
-            while has_more:
-                event = await request.receive()
-                part = _body_of(event, request)
-                num_bytes += len(part)
-                self._num_bytes += len(part)
-                self._check(num_bytes)
-                if self._num_bytes > (allowed := _MOST_LARGEST * self._max_bytes):
-                    message = f"the bodies being received exceed {allowed} bytes in total; try again"
-                    raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large")
-                parts.append(part)
-                has_more = event.get("more_body", False)
-        finally:
-            self._num_bytes -= num_bytes
+        parts = [first]
+        self._hold(request, len(first))
+        has_more = True
+        while has_more:
+            event = await request.receive()
+            parts.append(_body_of(event, request))
+            self._hold(request, len(parts[-1]))
+            has_more = event.get("more_body", False)
         return b"".join(parts)
+
+    def release(self, request: Request) -> None:
+        """Free a request's share of the memory, when its body has been read or refused."""
+        if num_bytes := request.scope.pop(_HELD_KEY, 0):
+            tenant, _ = share_of(request)
+            self._held[tenant] -= num_bytes
+            if not self._held[tenant]:
+                del self._held[tenant]
+
+    def _hold(self, request: Request, num_bytes: int) -> None:
+        tenant, _ = share_of(request)
+        self._held[tenant] += num_bytes
+        request.scope[_HELD_KEY] = held = request.scope.get(_HELD_KEY, 0) + num_bytes
+        self._check(held)
+        if self._held[tenant] > _MOST_LARGEST * self._max_bytes - self._held.total():
+            message = f"{self._held[tenant]} bytes of bodies are being received or read; try again"
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large")
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
@@ -163,31 +178,38 @@ async def read(request: Request, schema: type[Read]) -> Read:
     """Receive and validate a short body.
 
     Raises:
-        ApiError: 400 naming the first wrong field, or any error of ``ArrivingBodies.receive``.
+        ApiError: 400 naming the first wrong field, or any error of ``Bodies.receive``.
         ClientDisconnect: the client left before the end of the body.
     """
-    return parse(await request.app.state.bodies.receive(request), schema)
+    bodies: Bodies = request.app.state.bodies
+    try:
+        return parse(await bodies.receive(request), schema)
+    finally:
+        bodies.release(request)
 
 
 async def preprocess(service: Service, http: Request, route: Route) -> Preprocessed | JsonText:
     """Receive a request's body and preprocess it.
 
     Raises:
-        ApiError: the body is wrong, the client has left, or any error of ``ArrivingBodies.receive``.
+        ApiError: the body is wrong, the client has left, or any error of ``Bodies.receive``.
         ClientDisconnect: the client left before the end of the body.
     """
-    body = await http.app.state.bodies.receive(http)
+    bodies: Bodies = http.app.state.bodies
     caller = arrival_of(http).caller
-    job = Job(
-        route=route,
-        body=body,
-        max_tokens=service.max_tokens,
-        salt="" if caller is None else caller.salt,
-        with_keys=service.relay.uses_prefixes,
-    )
-    if (outcome := service.preprocess.run_inline(job)) is not None:
-        return outcome
-    return await unless_client_leaves(http.receive, service.preprocess.run(job, *share_of(http)))
+    try:
+        job = Job(
+            route=route,
+            body=await bodies.receive(http),
+            max_tokens=service.max_tokens,
+            salt="" if caller is None else caller.salt,
+            with_keys=service.relay.uses_prefixes,
+        )
+        if (outcome := service.preprocess.run_inline(job)) is not None:
+            return outcome
+        return await unless_client_leaves(http.receive, service.preprocess.run(job, *share_of(http)))
+    finally:
+        bodies.release(http)
 
 
 def share_of(http: Request) -> tuple[str, float]:

@@ -69,6 +69,30 @@ async def test_new_requests_do_not_overtake_waiting_ones() -> None:
     await first
 
 
+async def test_others_pass_a_large_request_until_they_have_taken_as_much() -> None:
+    gate, replicas, is_large_blocked = Gate(99, 60.0), Replicas(99), True
+
+    def open_large() -> Answer:
+        if is_large_blocked:
+            raise QueueFullError("too large for now")
+        return replicas.opener("large")()
+
+    def small(tenant: str, number: int, priority: int = 0) -> asyncio.Task[Answer]:
+        opener = replicas.opener(f"{tenant}{number}")
+        return asyncio.create_task(gate.enter(opener, priority, tenant, 1.0, 10))
+
+    waiting = [asyncio.create_task(gate.enter(open_large, 0, "m", 1.0, 35))]
+    await settle()
+    waiting += [small("m", 0), small("a", 9, priority=1), *(small("a", number) for number in range(6))]
+    await settle()
+    assert replicas.opened == ["a0", "a1", "a2"]
+    is_large_blocked = False
+    gate.look()
+    await asyncio.gather(*waiting)
+    assert replicas.opened[3] == "large"
+    assert sorted(replicas.opened[4:]) == ["a3", "a4", "a5", "a9", "m0"]
+
+
 async def test_a_full_queue_and_a_long_wait_are_refused() -> None:
     gate, replicas = Gate(1, 0.01), Replicas(0)
     waiting = asyncio.create_task(gate.enter(replicas.opener("waits"), 0))
