@@ -81,10 +81,13 @@ class ActorSystem(Protocol):
     def release(self, reservation: Reservation) -> None:
         """Release the bundles; kill any actor that still occupies one."""
 
-    def start(self, kind: type, args: Sequence[object], *, name: str, bundle: tuple[Reservation, int] | None) -> Actor:
+    def start(
+        self, kind: type, args: Sequence[object], *, name: str, title: str, bundle: tuple[Reservation, int] | None
+    ) -> Actor:
         """Create ``kind(*args)`` in a new process, on a reserved bundle or, without one, on the home machine.
 
-        Return before the object exists. It is never restarted, and its calls run one after another.
+        Return before the object exists. It is never restarted, and its calls run one after another. ``ps`` shows the
+        title, such as ``prefill-0 cp1``, during a call.
         """
 
     def call(self, actor: Actor, method: str, *args: object) -> "Future[Any]":

@@ -23,12 +23,10 @@ def with_facts(**facts: Any) -> dict[str, Mapping[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLog:
-    """Log of one process, and the names under which people see the process."""
+    """Log of one process."""
 
     process: str
     """Name in records and of the file, such as ``prefill-0 rank 1``."""
-    title: str
-    """Name in lists of processes, such as ``prefill-0 cp1``."""
     config: LogConfig
     session: LogSession | None = None
     """Session whose folder gets a log file. None for no file."""

@@ -53,6 +53,7 @@ _OTHERS_HEAD_GONE_S = 30.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayActor:
     name: str
+    title: str
     handle: Any
     node_id: str
     process: "Future[ProcessId]"
@@ -164,17 +165,18 @@ class RaySystem:
         remove_placement_group(reservation.group)
 
     def start(
-        self, kind: type, args: Sequence[object], *, name: str, bundle: tuple[Reservation, int] | None
+        self, kind: type, args: Sequence[object], *, name: str, title: str, bundle: tuple[Reservation, int] | None
     ) -> RayActor:
         node_id, options = self._home_options() if bundle is None else _bundle_options(*bundle)
         remote_class: Any = ray.remote(max_restarts=0, max_task_retries=0)(kind)
         handle = remote_class.options(name=name, **options).remote(*args)
         process = _translated(name, handle.__ray_call__.remote(_process_of).future())
-        return RayActor(name=name, handle=handle, node_id=node_id, process=process)
+        return RayActor(name=name, title=title, handle=handle, node_id=node_id, process=process)
 
     def call(self, actor: Actor, method: str, *args: object) -> "Future[Any]":
         assert isinstance(actor, RayActor)
-        return _translated(actor.name, getattr(actor.handle, method).remote(*args).future())
+        named = getattr(actor.handle, method).options(name=f"baton {actor.title}")
+        return _translated(actor.name, named.remote(*args).future())
 
     def live(self, actors: Sequence[Actor], timeout_s: float) -> bool:
         asked: Future[bool] = Future()

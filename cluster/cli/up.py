@@ -90,7 +90,7 @@ def _run(config: DeployConfig, session: LogSession, address: str | None, worker_
     from cluster.cli.start import StartProgress
     from cluster.launch.waits import await_room
 
-    set_up_logs(ProcessLog(process="driver", title="driver", config=config.log, session=session), to_stderr=False)
+    set_up_logs(ProcessLog(process="driver", config=config.log, session=session), to_stderr=False)
     progress = StartProgress()
     signals = StopSignals(lambda name: progress.line(f"{name}: stopping once Ray has started"))
     running = RunningCluster(

@@ -138,7 +138,9 @@ class Gang:
             with self._lock:
                 if self._killed:
                     raise BatonError(f"{self._placement.replica}: stopped while it was starting")
-                actor = self._system.start(self._tools.worker, arguments, name=name, bundle=(reservation, rank))
+                actor = self._system.start(
+                    self._tools.worker, arguments, name=name, title=self._title(rank), bundle=(reservation, rank)
+                )
                 self._actors.append(actor)
 
     def _specs(self) -> list[WorkerSpec]:
@@ -170,15 +172,13 @@ class Gang:
                     raise deadline.missed(f"{self._placement.replica}: not ready in the rank table")
 
     def _log(self, rank: int) -> ProcessLog:
+        return ProcessLog(process=self._who(rank), config=self._config.log, session=self._tools.session)
+
+    def _title(self, rank: int) -> str:
         sizes = sizes_of(self._config.pools[role_of(self._placement.replica)].parallel)
         coords = coords_of(rank, sizes)
         axes = [f"{axis}{getattr(coords, axis)}" for axis in ("dp", "cp", "tp", "pp") if getattr(sizes, axis) > 1]
-        return ProcessLog(
-            process=self._who(rank),
-            title=" ".join([self._placement.replica, *axes]),
-            config=self._config.log,
-            session=self._tools.session,
-        )
+        return " ".join([self._placement.replica, *axes])
 
     def _who(self, rank: int) -> str:
         return f"{self._placement.replica} rank {rank}"

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from setproctitle import setproctitle
-
 from cluster.logs import ProcessLog, set_up_logs
 from cluster.spec.config import DeployConfig, Device
 from cluster.spec.env import ADMIN_KEY, API_KEYS, take_secrets
@@ -29,7 +27,7 @@ _INBOX_WAIT_S = 3600.0
 
 
 class _LoggingActor:
-    """Process that logs to its own file, and whose name is shown by Ray and ``ps``."""
+    """Process that logs to its own file, under a name that Ray shows too."""
 
     def __init__(self, log: ProcessLog, environ: Mapping[str, str]) -> None:
         os.environ.update(environ)
@@ -38,10 +36,6 @@ class _LoggingActor:
 
     def __repr__(self) -> str:
         return self._log.process
-
-    def _set_title(self) -> None:
-        """Replace the title that Ray has given to the process for the call of a method."""
-        setproctitle(f"baton {self._log.title}")
 
 
 class WorkerActor(_LoggingActor):
@@ -78,7 +72,6 @@ class WorkerActor(_LoggingActor):
         """Run the worker, then release its resources; a hanging loop ends the process."""
         from workers.loop.watch import LoopWatch, end_process
 
-        self._set_title()
         worker, spec = self._built, self._built.spec
         name, limit_s = self._log.process, spec.config.resources.step_timeout_s
         try:
@@ -127,7 +120,6 @@ class RouterActor(_LoggingActor):
     def run(self) -> bool:
         """Block until the router has ended; return whether a drain finished all open requests."""
         assert self._server is not None, "start the router before running it"
-        self._set_title()
         self._server.run()
         return self._drained
 
@@ -152,7 +144,6 @@ class BootstrapActor(_LoggingActor):
         return self._server.start()
 
     def run(self) -> None:
-        self._set_title()
         self._server.run()
 
 

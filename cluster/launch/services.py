@@ -33,7 +33,7 @@ class _Service:
     ) -> None:
         self._tools = tools
         self._name = name
-        self._actor = tools.system.start(actor_class, arguments, name=f"{name}-{incarnation}", bundle=None)
+        self._actor = tools.system.start(actor_class, arguments, name=f"{name}-{incarnation}", title=name, bundle=None)
         self.runs: dict[str, Future[Any]] = {}
 
     def kill(self, timeout_s: float) -> bool:
@@ -54,7 +54,7 @@ class _Service:
 
 class BootstrapProcess(_Service):
     def __init__(self, tools: Tools, incarnation: Incarnation, log_config: LogConfig) -> None:
-        log = ProcessLog(process=BOOTSTRAP, title=BOOTSTRAP, config=log_config, session=tools.session)
+        log = ProcessLog(process=BOOTSTRAP, config=log_config, session=tools.session)
         super().__init__(tools, BOOTSTRAP, incarnation, tools.bootstrap, [log, service_environ()])
 
     def start(self, host: str, port: int, token: str, deadline: Deadline) -> str:
@@ -64,7 +64,7 @@ class BootstrapProcess(_Service):
 
 class RouterProcess(_Service):
     def __init__(self, tools: Tools, incarnation: Incarnation, share: RouterShare, log_config: LogConfig) -> None:
-        log = ProcessLog(process=share.name, title=share.name, config=log_config, session=tools.session)
+        log = ProcessLog(process=share.name, config=log_config, session=tools.session)
         arguments = [log, router_environ(os.environ | dict(tools.secrets)), incarnation, share]
         super().__init__(tools, share.name, incarnation, tools.router, arguments)
         self.own_url = ""

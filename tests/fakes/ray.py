@@ -101,7 +101,7 @@ class FakeSystem:
         self.reserved.remove(reservation)
 
     def start(
-        self, kind: type, args: Sequence[object], *, name: str, bundle: tuple[Reservation, int] | None
+        self, kind: type, args: Sequence[object], *, name: str, title: str, bundle: tuple[Reservation, int] | None
     ) -> FakeActor:
         assert name not in self.actors, f"two actors named {name}"
         assert bundle is None or bundle[0] in self.reserved

@@ -65,7 +65,9 @@ def test_every_process_has_a_log_file_and_a_title(cluster: RunningCluster) -> No
     assert "INFO router: a replica joined replica=decode-0" in shown.stdout
     addresses = [record["address"] for record in cluster.replicas()["prefill-0"]["ranks"]]
     titles = [Path(f"/proc/{listener_pid(address)}/cmdline").read_bytes() for address in (cluster.url, *addresses)]
-    assert [title.strip(b"\0") for title in titles] == [b"baton router", b"baton prefill-0 cp0", b"baton prefill-0 cp1"]
+    assert [title.strip(b"\0") for title in titles] == [
+        f"ray::baton {name}".encode() for name in ("router", "prefill-0 cp0", "prefill-0 cp1")
+    ]
 
 
 @pytest.mark.parametrize(("replica", "rank"), [("decode-0", 0), ("prefill-0", 1)])

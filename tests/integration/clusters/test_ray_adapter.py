@@ -109,7 +109,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def test_ray_can_be_reached_by_this_machine_and_account_only(ray_system: "RaySystem") -> None:
-    actor = ray_system.start(Plain, ["hello"], name="listening", bundle=None)
+    actor = ray_system.start(Plain, ["hello"], name="listening", title="listening", bundle=None)
     ray_system.call(actor, "process").result(WAIT_S)
     assert listened_hosts({process.pid for process in _children()}) == {"127.0.0.1"}
     assert ray_system.temp_dir is not None
@@ -119,7 +119,7 @@ def test_ray_can_be_reached_by_this_machine_and_account_only(ray_system: "RaySys
 
 
 def test_plain_class_runs_in_a_process_of_its_own(ray_system: "RaySystem") -> None:
-    actor = ray_system.start(Plain, ["hello"], name="plain", bundle=None)
+    actor = ray_system.start(Plain, ["hello"], name="plain", title="plain", bundle=None)
     assert ray_system.call(actor, "greet", "you").result(WAIT_S) == "hello you"
     process = ray_system.call(actor, "process").result(WAIT_S)
     assert process.pid != os.getpid()
@@ -134,12 +134,12 @@ def test_plain_class_runs_in_a_process_of_its_own(ray_system: "RaySystem") -> No
 
 
 def test_errors_are_returned_as_raised(ray_system: "RaySystem") -> None:
-    actor = ray_system.start(Plain, ["hello"], name="failing", bundle=None)
+    actor = ray_system.start(Plain, ["hello"], name="failing", title="failing", bundle=None)
     with pytest.raises(UserError) as caught:
         ray_system.call(actor, "fail").result(WAIT_S)
     assert str(caught.value) == "no such folder"
     assert "in fail" in "".join(caught.value.__notes__)
-    broken = ray_system.start(Plain, [""], name="broken", bundle=None)
+    broken = ray_system.start(Plain, [""], name="broken", title="broken", bundle=None)
     with pytest.raises(UserError, match=r"^greeting: got ''"):
         ray_system.call(broken, "greet", "you").result(WAIT_S)
     ray_system.kill([actor, broken], WAIT_S)

@@ -295,7 +295,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_router_fetches_no_weights(asked: list[str]) -> None:
-    log = ProcessLog(process="router", title="router", config=LogConfig())
+    log = ProcessLog(process="router", config=LogConfig())
     with pytest.raises(UserError, match="no owner/name"):
         RouterActor(log, {}, Incarnation(1), RouterShare()).start(DeployConfig(), "owner/name", MEETING, "127.0.0.1")
     assert "*.json" in asked

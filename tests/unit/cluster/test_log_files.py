@@ -47,7 +47,7 @@ def logs(*arguments: str) -> list[str]:
 
 
 def test_records_go_to_a_private_file(cache: Path) -> None:
-    log = ProcessLog(process="prefill-0 rank 1", title="prefill-0 cp1", config=LogConfig(), session=NOW)
+    log = ProcessLog(process="prefill-0 rank 1", config=LogConfig(), session=NOW)
     set_up_logs(log, to_stderr=False)
     logging.getLogger("workers").warning("hello")
     file = cache / "logs/demo/2026-11-26T10-00-00-7/prefill-0-rank-1.log"
@@ -57,7 +57,7 @@ def test_records_go_to_a_private_file(cache: Path) -> None:
 
 def test_a_full_file_replaces_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_files, "MAX_FILE_BYTES", 300)
-    set_up_logs(ProcessLog(process="router", title="router", config=LogConfig(), session=NOW), to_stderr=False)
+    set_up_logs(ProcessLog(process="router", config=LogConfig(), session=NOW), to_stderr=False)
     tails = Tails(NOW.folder, "router")
     read: list[str] = []
     for number in range(50):

@@ -58,7 +58,7 @@ def test_text_records_have_the_fields_after_the_message() -> None:
 def test_records_are_written_to_standard_error(
     form: LogFormat, root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = ProcessLog(process="router", title="router", config=LogConfig(format=form))
+    log = ProcessLog(process="router", config=LogConfig(format=form))
     set_up_logs(log)
     set_up_logs(log)
     logging.getLogger("router.anything").info("hello", extra=with_facts(room=1))

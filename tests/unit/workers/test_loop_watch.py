@@ -128,8 +128,7 @@ def test_an_actor_watches_its_worker(monkeypatch: pytest.MonkeyPatch, caplog: py
     soon = config.resources.model_copy(update={"step_timeout_s": 1.0})
     worker = HungWorker(config.model_copy(update={"resources": soon}), ended)
     monkeypatch.setattr("cluster.launch.kinds.set_up_logs", lambda _: None)
-    monkeypatch.setattr("cluster.launch.kinds.setproctitle", lambda _: None)
-    actor = WorkerActor(ProcessLog(process="decode-0 rank 0", title="decode-0", config=config.log), {})
+    actor = WorkerActor(ProcessLog(process="decode-0 rank 0", config=config.log), {})
     monkeypatch.setattr(actor, "_worker", worker)
     actor.run([])
     assert worker.is_closed
