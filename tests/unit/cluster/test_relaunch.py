@@ -53,7 +53,7 @@ def test_gang_that_fails_again_is_tried_again() -> None:
     world.load_errors["decode-1", 0] = BatonError("no memory")
     world.system.living("decode-1")[0].die()
     wait_until(lambda: any("failed 3 times in a row" in line for line in driver.lines))
-    assert any(line.endswith("decode-1 rank 0: no memory") for line in driver.lines)
+    assert any("decode-1 rank 0: no memory" in line for line in driver.lines)
     del world.load_errors["decode-1", 0]
     wait_until(lambda: any("decode-1: running, incarnation" in line for line in driver.lines))
     driver.supervisor.request_stop("SIGINT")
