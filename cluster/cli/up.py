@@ -65,8 +65,8 @@ def up(
     except UserError:
         raise
     except BatonError as error:
-        _explain(error)
         typer.echo(f"logs: {session.folder} (baton logs --cluster {config.name})", err=True)
+        _explain(error)
         if isinstance(error, SystemLostError):
             # Ray's threads still wait for its daemons, and crash when the interpreter ends.
             sys.stderr.flush()
