@@ -37,7 +37,7 @@ from router.service import Service
 from router.state_metrics import StateMetrics
 
 Watch = Callable[[str, str, Callable[[], float]], AsyncIterator[TableSnapshot | None]]
-"""Function (bootstrap URL, token) that returns an endless stream of the table's snapshots."""
+"""Function (bootstrap URL, token, maximum wait) that returns an endless stream of the table's answers."""
 
 _NEW_OBJECTS = 10_000
 """Number of new objects after which the garbage collector runs; a request creates a few hundred."""

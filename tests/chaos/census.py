@@ -8,7 +8,7 @@ from statistics import linear_regression
 from cluster.bootstrap.client import BootstrapClient
 from cluster.cli.running import find_running
 from tests.chaos.faults import GONE, state_of
-from tests.fakes.cluster import listener_pid
+from tests.fakes.cluster import listener_pid, open_files
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Census:
 
     def holdings(self) -> Holdings:
         """Return the resources in use."""
-        links = {name: _links(pid) for name, pid in self.processes().items()}
+        links = {name: open_files(pid) for name, pid in self.processes().items()}
         shared = {link for found in links.values() for link in found if "memfd:baton" in link}
         return Holdings({name: len(found) for name, found in links.items()}, len(shared))
 
@@ -88,14 +88,3 @@ def _resident_mib(pid: int) -> float | None:
         return (int(fields["VmRSS"].split()[0]) - int(fields["RssShmem"].split()[0])) / 1024
     except (OSError, KeyError):
         return None  # it has just ended
-
-
-def _links(pid: int) -> list[str]:
-    """Return the targets of a process's descriptors."""
-    found = []
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            found.append(str(link.readlink()))
-        except OSError:
-            continue
-    return found

@@ -3,7 +3,8 @@
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+
+from tests.fakes.cluster import open_files, tcp_sockets
 
 TABLE = "baton-chaos"
 _RULES = f"""
@@ -41,15 +42,8 @@ def cut(sender: int, receiver: int) -> Iterator[int]:
 
 def _connections(pid: int) -> set[tuple[int, int]]:
     """Return the own and the other port of each TCP connection of a process."""
-    files = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            files.add(str(link.readlink()))
-        except OSError:
-            continue  # closed meanwhile
-    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table]
-    open_rows = [row for row in rows if row[3] == _ESTABLISHED and f"socket:[{row[9]}]" in files]
+    files = {*open_files(pid)}
+    open_rows = [row for row in tcp_sockets() if row[3] == _ESTABLISHED and f"socket:[{row[9]}]" in files]
     return {(_port(row[1]), _port(row[2])) for row in open_rows}
 
 

@@ -130,12 +130,12 @@ class Faults:
             kill(replica, self._pid(replica, draw))
 
     def _stop_rank(self, replica: str, draw: random.Random) -> None:
-        with self._availability.fault(replica), stopped(replica, self._pid(replica, draw)):
-            time.sleep(draw.uniform(*LONG_S))
+        with self._availability.fault(replica):
+            self._stop(replica, draw, LONG_S)
 
     def _stop_rank_briefly(self, replica: str, draw: random.Random) -> None:
-        with self._availability.fault(replica), stopped(replica, self._pid(replica, draw)):
-            time.sleep(draw.uniform(*BRIEF_S))
+        with self._availability.fault(replica):
+            self._stop(replica, draw, BRIEF_S)
 
     def _slow_down_rank(self, replica: str, draw: random.Random) -> None:
         """Let a rank run for a quarter of the time. It still counts as living."""
@@ -156,15 +156,17 @@ class Faults:
 
     def _stop_router(self, router: str, draw: random.Random) -> None:
         """Stop the router for less than the time after which it is replaced. It only delays its clients."""
-        with stopped(router, self._pid(router, draw)):
-            time.sleep(draw.uniform(*BRIEF_S))
+        self._stop(router, draw, BRIEF_S)
 
     def _kill_bootstrap(self, bootstrap: str, draw: random.Random) -> None:
         kill(bootstrap, self._pid(bootstrap, draw))
 
     def _stop_bootstrap(self, bootstrap: str, draw: random.Random) -> None:
-        with stopped(bootstrap, self._pid(bootstrap, draw)):
-            time.sleep(draw.uniform(*LONG_S))
+        self._stop(bootstrap, draw, LONG_S)
+
+    def _stop(self, member: str, draw: random.Random, limits_s: tuple[float, float]) -> None:
+        with stopped(member, self._pid(member, draw)):
+            time.sleep(draw.uniform(*limits_s))
 
     def _drain(self, replica: str, draw: random.Random) -> None:
         with self._operator, self._availability.fault(replica):

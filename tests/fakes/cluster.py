@@ -134,12 +134,12 @@ def listener_pid(address: str) -> int:
 def listener_pids(address: str) -> set[int]:
     """Return every process that listens at an address on this machine."""
     names = {f"socket:[{inode}]" for inode in _listening_inodes(address)}
-    return {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if names & _open_files(int(folder.name))}
+    return {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if names & {*open_files(int(folder.name))}}
 
 
 def listened_hosts(pids: Iterable[int]) -> set[str]:
     """Return the IPv4 and IPv6 addresses at which any of these processes listens."""
-    files = {name for pid in pids for name in _open_files(pid)}
+    files = {name for pid in pids for name in open_files(pid)}
     ends = [fields[1] for fields in _listening() if f"socket:[{fields[9]}]" in files]
     return {_host(end.partition(":")[0]) for end in ends}
 
@@ -155,17 +155,22 @@ def _listening_inodes(address: str) -> set[str]:
 
 
 def _listening() -> list[list[str]]:
-    """Return the lines of the kernel's socket tables."""
+    return [fields for fields in tcp_sockets() if fields[3] == "0A"]
+
+
+def tcp_sockets() -> list[list[str]]:
+    """Return the fields of each line in the kernel's socket tables."""
     lines = [line for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()[1:]]
-    return [fields for fields in map(str.split, lines) if fields[3] == "0A"]
+    return [line.split() for line in lines]
 
 
-def _open_files(pid: int) -> set[str]:
-    names = set()
-    with suppress(OSError):  # it has ended, or belongs to another user
+def open_files(pid: int) -> list[str]:
+    """Return the target of each of a process's descriptors. Empty if it has ended, or belongs to another user."""
+    names = []
+    with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
-                names.add(str(link.readlink()))
+                names.append(str(link.readlink()))
     return names
 
 
