@@ -67,7 +67,10 @@ class FairQueue(Generic[T]):
             self._forget_if_empty()
 
     def take(self, item: T) -> None:
-        """Remove an item that is served before its turn."""
+        """Remove an item that is served, perhaps before its turn."""
+        if item is self.first:
+            self.pop()
+            return
         self._entries = [entry for entry in self._entries if entry.item is not item]
         heapq.heapify(self._entries)
         self._forget_if_empty()

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
@@ -37,13 +38,17 @@ from router.preprocess.process import error_of
 
 _log = logging.getLogger(__name__)
 
-NUM_PROCESSES = 2
+NUM_PROCESSES = 3
+_MOST_OF_TENANT = NUM_PROCESSES - 1
+"""Maximum number of processes that work for one tenant, so that its longest bodies leave one to all others."""
 INLINE_BYTES = 4096
 """Size of a body, without a list of token ids, up to which the router preprocesses it itself, in milliseconds."""
 _ID_BYTES = 12
 """Maximum size of a token id in a body, with white space."""
 _WALL_S = 60.0
 """Maximum time for one body on a busy machine."""
+_LEFT_S = 1.0
+"""Maximum time that a process goes on after the client has left. A new process takes about as long to start."""
 _RETRY_S = 1.0
 """Time after which a process that could not start is started again."""
 _ROOT = Path(cluster.__file__).parents[1]
@@ -59,10 +64,12 @@ class PreprocessPool:
         self._setup = encode(Setup(config=config.model_dump_json(), folder=str(folder)))
         self._model = model
         self._waiting: FairQueue[_Waiting] = FairQueue()
-        self._arrived = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._is_needed = asyncio.Event()
         self._num_ready = 0
         """Number of processes that take jobs."""
+        self._num_running: Counter[str] = Counter()
+        """Number of processes that work for each tenant."""
 
     def start_processes(self) -> None:
         """Start the processes, which takes a second or two, before the first job needs them."""
@@ -85,10 +92,8 @@ class PreprocessPool:
             ApiError: the body is wrong, or takes too much time or memory.
         """
         self.start_processes()
-        waiting = _Waiting(job)
-        async with self._arrived:
-            self._waiting.push(waiting, tenant, len(job.body), weight)
-            self._arrived.notify()
+        waiting = _Waiting(job, tenant, weight)
+        await self._push(waiting)
         try:
             return await waiting.outcome
         finally:
@@ -107,29 +112,31 @@ class PreprocessPool:
             return preprocess(self._model, job, extracted)
         return None
 
+    async def _push(self, waiting: "_Waiting") -> None:
+        async with self._changed:
+            self._waiting.push(waiting, waiting.tenant, len(waiting.job.body), waiting.weight)
+            if self._num_running[waiting.tenant] < _MOST_OF_TENANT:
+                self._changed.notify_all()
+
     async def _serve(self) -> None:
         await self._is_needed.wait()
-        again: _Waiting | None = None
         num_failures = 0
-        try:
-            while True:
-                try:
-                    async with self._ready_process() as process:
-                        num_failures = 0
-                        self._num_ready += 1
-                        try:
-                            again = await self._serve_with(process, again)
-                        finally:
-                            self._num_ready -= 1
-                except OSError as error:
-                    _log.error("a preprocessing process could not start: %s", error)
-                    num_failures += 1
-                    if num_failures > 1 and not self._num_ready:
-                        self._fail_all(again)
-                    await asyncio.sleep(_RETRY_S)
-        finally:
-            if again is not None:
-                again.fail(_stopped())
+        while True:
+            try:
+                async with self._ready_process() as process:
+                    num_failures = 0
+                    self._num_ready += 1
+                    try:
+                        await self._serve_with(process)
+                    finally:
+                        self._num_ready -= 1
+            except OSError as error:
+                _log.error("a preprocessing process could not start: %s", error)
+                num_failures += 1
+                if num_failures > 1 and not self._num_ready:
+                    for waiting in self._waiting:
+                        waiting.fail(_busy("the router cannot start the process that reads this request; try again"))
+                await asyncio.sleep(_RETRY_S)
 
     @asynccontextmanager
     async def _ready_process(self) -> AsyncGenerator["_Process", None]:
@@ -139,54 +146,70 @@ class PreprocessPool:
                 raise ChildProcessError("its output says why")
             yield process
 
-    async def _serve_with(self, process: "_Process", again: "_Waiting | None") -> "_Waiting | None":
-        """Give jobs, first ``again``, to a process until it ends or has to be ended.
-
-        Returns the job during which somebody killed the process, unless that happened to it before.
-        """
-        while True:
-            waiting = again or await self._next()
-            again = None
+    async def _serve_with(self, process: "_Process") -> None:
+        """Give jobs to a process until it ends or has to be ended."""
+        is_alive = True
+        while is_alive:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._next() is not None)
+                waiting = self._next()
+                assert waiting is not None
+                self._waiting.take(waiting)
+            self._num_running[waiting.tenant] += 1
             try:
-                async with asyncio.timeout(_WALL_S):
-                    outcome = await process.call(encode(waiting.job))
-                match outcome:
-                    case Preprocessed() | JsonText():
-                        waiting.succeed(outcome)
-                    case Refusal():
-                        waiting.fail(outcome.error)
-                    case _:
-                        status = await process.status()
-                        if status == -signal.SIGKILL and not waiting.was_killed:
-                            waiting.was_killed = True
-                            return waiting
-                        waiting.fail(error_of(status))
-                        return None
-            except TimeoutError:
-                waiting.fail(_busy(f"the router is too busy to read this request within {_WALL_S:g} s; try again"))
-                return None
-            except asyncio.CancelledError:
-                waiting.fail(_stopped())
-                raise
+                is_alive = await self._do(process, waiting)
+            finally:
+                self._num_running -= Counter([waiting.tenant])
+                async with self._changed:
+                    self._changed.notify_all()
 
-    async def _next(self) -> "_Waiting":
-        async with self._arrived:
-            await self._arrived.wait_for(lambda: len(self._waiting) > 0)
-            return self._waiting.pop()
+    def _next(self) -> "_Waiting | None":
+        """Return the first job of a tenant that may use one more process."""
+        if not len(self._waiting):
+            return None
+        firsts = [self._waiting.first, *self._waiting.behind_first()]
+        return next((each for each in firsts if self._num_running[each.tenant] < _MOST_OF_TENANT), None)
 
-    def _fail_all(self, again: "_Waiting | None") -> None:
-        for waiting in [*self._waiting, *([again] if again is not None else ())]:
-            waiting.fail(_busy("the router cannot start the process that reads this request; try again"))
+    async def _do(self, process: "_Process", waiting: "_Waiting") -> bool:
+        """Do a job. Return False if the process has ended or has to be ended."""
+        call = asyncio.create_task(process.call(encode(waiting.job)))
+        try:
+            await asyncio.wait([call, waiting.outcome], timeout=_WALL_S, return_when=asyncio.FIRST_COMPLETED)
+            outcome = await asyncio.wait_for(call, _LEFT_S if waiting.outcome.done() else 0)
+            match outcome:
+                case Preprocessed() | JsonText():
+                    waiting.succeed(outcome)
+                    return True
+                case Refusal():
+                    waiting.fail(outcome.error)
+                    return True
+            status = await process.status()
+            if status == -signal.SIGKILL and not waiting.was_killed and not waiting.outcome.done():
+                waiting.was_killed = True
+                await self._push(waiting)
+            else:
+                waiting.fail(error_of(status))
+        except TimeoutError:
+            waiting.fail(_busy(f"the router is too busy to read this request within {_WALL_S:g} s; try again"))
+        except asyncio.CancelledError:
+            waiting.fail(_stopped())
+            raise
+        finally:
+            call.cancel()
+        return False
 
 
 class _Waiting:
     """Job that waits for its outcome."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, tenant: str, weight: float) -> None:
         self.job = job
+        self.tenant = tenant
+        self.weight = weight
         self.was_killed = False
         """True if a process was killed by somebody else while it did this job, for which the job may be the reason."""
         self.outcome: asyncio.Future[Preprocessed | JsonText] = asyncio.get_running_loop().create_future()
+        """Cancelled if the client leaves."""
 
     def succeed(self, outcome: Preprocessed | JsonText) -> None:
         if not self.outcome.done():

@@ -102,7 +102,7 @@ class GrammarState:
 
 
 Shifts = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Distinct token ids, and the values added to their logits. -inf forbids a token."""
+"""Distinct token ids, and the values added to their logits."""
 
 
 class SamplingState:
@@ -114,7 +114,7 @@ class SamplingState:
         output = request.history[request.prompt_len :]
         self._vocab_size = vocab_size
         self._tokens = list(request.history) if sampling.bad_words else []
-        self._bias = _shifts_of(sampling.logit_bias)
+        self.bias = _shifts_of(sampling.logit_bias)
         self.allowed = np.array(sorted(sampling.allowed_ids), dtype=np.int64)
         """Sorted tokens that can be sampled. Empty means all."""
         self.counts: TokenCounts | None = None
@@ -122,11 +122,6 @@ class SamplingState:
             prompt = request.history[: request.prompt_len] if sampling.repetition_penalty != 1 else []
             self.counts = TokenCounts(prompt, output)
         self.grammar = GrammarState(grammars, sampling, output, vocab_size) if sampling.grammar else None
-
-    def shifts(self, position: int) -> Shifts:
-        if banned := self._banned(position):
-            return _shifts_of(self.sampling.logit_bias | dict.fromkeys(banned, -math.inf))
-        return self._bias
 
     def append(self, token_id: int) -> None:
         if self.sampling.bad_words:
@@ -136,15 +131,16 @@ class SamplingState:
         if self.grammar is not None:
             self.grammar.append(token_id)
 
-    def _banned(self, position: int) -> set[int]:
-        """Return the banned tokens, or an empty set if they would leave no other token."""
+    def banned(self, position: int) -> set[int]:
+        """Return the banned tokens at an output position, or an empty set if they would leave no other token."""
         banned = set(self.sampling.ending_ids) if position < self.sampling.min_tokens else set()
         for word in self.sampling.bad_words:
             before = word[:-1]
             if not before or self._tokens[-len(before) :] == before:
                 banned.add(word[-1])
-        left = self.sampling.allowed_ids - banned if self.sampling.allowed_ids else self._vocab_size > len(banned)
-        return banned if left else set()
+        allowed = self.sampling.allowed_ids
+        is_any_left = not allowed <= banned if allowed else self._vocab_size > len(banned)
+        return banned if is_any_left else set()
 
 
 def _shifts_of(shifts: dict[int, float]) -> Shifts:
@@ -162,8 +158,8 @@ def process(logits: Tensor, states: Mapping[int, SamplingState], positions: Sequ
     grammars = {row: state.grammar for row, state in states.items() if state.grammar is not None}
     before = logits[device_of(logits).put_index(list(grammars))] if grammars else logits
     _forbid_others(logits, {row: state.allowed for row, state in states.items() if len(state.allowed)})
-    shifts = {row: state.shifts(positions[row]) for row, state in states.items()}
-    _shift(logits, {row: shift for row, shift in shifts.items() if len(shift[0])})
+    _shift(logits, {row: state.bias for row, state in states.items() if len(state.bias[0])})
+    _forbid(logits, {row: banned for row, state in states.items() if (banned := state.banned(positions[row]))})
     _penalise(logits, states, {row: state.counts for row, state in states.items() if state.counts is not None})
     _keep_to(logits, before, {row: grammar.allowed(positions[row]) for row, grammar in grammars.items()})
 
@@ -174,6 +170,11 @@ def _forbid_others(logits: Tensor, allowed: Mapping[int, NDArray[np.int64]]) -> 
         kept = logits[index]
         logits[device_of(logits).put_index(list(allowed))] = -math.inf
         logits[index] = kept
+
+
+def _forbid(logits: Tensor, banned: Mapping[int, set[int]]) -> None:
+    if banned:
+        logits[_index({row: np.array(list(ids), np.int64) for row, ids in banned.items()}, logits)] = -math.inf
 
 
 def _keep_to(logits: Tensor, before: Tensor, grammars: Mapping[int, NDArray[np.bool_]]) -> None:

@@ -15,9 +15,9 @@ import pytest
 from cluster.spec.wire import TokenIds
 from router.errors import ApiError
 from router.page_index import LONG_TOKENS, PromptKeys
-from router.preprocess.job import Job, JsonText, Preprocessed, Route, encode
+from router.preprocess.job import Job, JsonText, Outcome, Preprocessed, Route, encode
 from router.preprocess.model import read_model
-from router.preprocess.pool import PreprocessPool
+from router.preprocess.pool import PreprocessPool, _Process
 from router.preprocess.preprocessor import preprocess
 from router.preprocess.process import error_of
 from tests.chaos.faults import kill
@@ -133,6 +133,38 @@ async def test_processes_that_were_killed_while_idle_are_replaced(pool: Preproce
         kill("a preprocessing process", pid)
     made = await asyncio.gather(*(pool.run(job(prompt="a"), "alice") for _ in range(8)))
     assert [type(each) for each in made] == [Preprocessed] * 8
+
+
+def hang_at(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    """Let the processes never answer a message that contains a text."""
+    real = _Process.call
+
+    async def call(process: _Process, message: bytes) -> Outcome | None:
+        if text in message:
+            await asyncio.Event().wait()
+        return await real(process, message)
+
+    monkeypatch.setattr(_Process, "call", call)
+
+
+async def test_the_longest_bodies_of_a_tenant_leave_a_process_to_others(
+    pool: PreprocessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang_at(monkeypatch, b"endless")
+    hanging = [asyncio.create_task(pool.run(job(prompt="endless"), "mallory")) for _ in range(5)]
+    for _ in range(5):
+        assert isinstance(await asyncio.wait_for(pool.run(job(prompt="a"), "alice"), 60), Preprocessed)
+    assert not any(each.done() for each in hanging)
+
+
+async def test_a_job_ends_soon_after_its_client_has_left(pool: PreprocessPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hang_at(monkeypatch, b"endless")
+    monkeypatch.setattr("router.preprocess.pool._LEFT_S", 0.1)
+    for _ in range(3):
+        hanging = asyncio.gather(*(pool.run(job(prompt="endless"), "mallory") for _ in range(3)))
+        await asyncio.sleep(0.2)
+        hanging.cancel()
+    assert isinstance(await asyncio.wait_for(pool.run(job(prompt="a"), "mallory"), 50), Preprocessed)
 
 
 @pytest.mark.parametrize("program", ["/bin/false", "/nowhere"])

@@ -107,7 +107,8 @@ def test_sampling_does_not_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         SimpleNamespace(
             sampling=row,
             allowed=np.arange(3),
-            shifts=lambda _: (np.arange(2), np.ones(2, np.float32)),
+            bias=(np.arange(2), np.ones(2, np.float32)),
+            banned=lambda _: {3},
             counts=SimpleNamespace(ids=np.arange(4), counts=np.ones(4, np.float32)),
             grammar=SimpleNamespace(allowed=lambda _: np.ones(VOCAB_SIZE, np.bool_)),
         )
