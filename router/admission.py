@@ -110,10 +110,11 @@ def _is_same(known: str, given: str) -> bool:
 
 @dataclass(slots=True)
 class Account:
-    """Open requests and used tokens of one key.
+    """Open requests, counted by choices, and used tokens of one key.
 
     Tokens come from a bucket that refills steadily. A request is admitted unless the bucket is empty, and its tokens
-    are taken out when it ends. A request may therefore overdraw the bucket, and a long prompt needs no larger bucket.
+    are taken out when it ends. A request may therefore overdraw the bucket, and a long prompt needs no larger bucket. In the
+    same way, the choices of one request may exceed the limit on open ones.
     """
 
     name: str
@@ -159,8 +160,8 @@ class KeyLimits:
         self._accounts: dict[str, Account] = {}
 
     @contextmanager
-    def open(self, key: ApiKey | None) -> Generator[Account, None, None]:
-        """Count one more open request of a key until the context exits.
+    def open(self, key: ApiKey | None, num_choices: int = 1) -> Generator[Account, None, None]:
+        """Count one more request of a key, with all its choices, as open until the context exits.
 
         Raises:
             KeyLimitError: the key has reached a limit.
@@ -168,11 +169,11 @@ class KeyLimits:
         name = ANYBODY if key is None else key.name
         account = self._accounts.get(name) or self._accounts.setdefault(name, self._new(name, key))
         account.check()
-        account.num_open += 1
+        account.num_open += num_choices
         try:
             yield account
         finally:
-            account.num_open -= 1
+            account.num_open -= num_choices
 
     def _new(self, name: str, key: ApiKey | None) -> Account:
         max_requests, per_minute = self._config.key_max_requests, self._config.key_tokens_per_minute

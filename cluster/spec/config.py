@@ -256,7 +256,7 @@ class RouterConfig(Node):
     allowed_origins: tuple[Origin, ...] = ()
     """Origins of web pages that may use the endpoint from a browser (CORS); `["*"]` for all, none by default."""
     key_max_requests: PositiveInt | None = None
-    """Maximum number of open requests of one API key; no limit by default."""
+    """Maximum number of open requests of one API key, where every choice counts; no limit by default."""
     key_tokens_per_minute: PositiveInt | None = None
     """Maximum number of prompt and answer tokens of one API key per minute; no limit by default."""
     max_prompt_tokens: PositiveInt | None = None

@@ -116,7 +116,7 @@ async def _open_answer(
     Raises:
         NotReadyError, QueueFullError, KeyLimitError: the requests cannot be sent.
     """
-    with service.limits.open(arrival_of(http).caller) as account:
+    with service.limits.open(arrival_of(http).caller, len(requests)) as account:
         begun_s = service.relay.now_s()
         cost = sum(request.decode_len for request in requests)
         opening = service.gate.enter(partial(service.relay.open, requests), requests[0].priority, *share_of(http), cost)

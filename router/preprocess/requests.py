@@ -28,8 +28,8 @@ StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Verbosity = Literal["low", "medium", "high"]
 """Reasoning effort. Models without effort levels reason unless it is "none"."""
+Verbosity = Literal["low", "medium", "high"]
 
 Schema = Annotated[dict[str, Any] | bool | str, Field(union_mode="left_to_right")]
 """JSON schema, as an object or as text."""

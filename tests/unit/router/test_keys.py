@@ -100,6 +100,15 @@ def test_requests_at_once() -> None:
         pass
 
 
+def test_every_choice_counts() -> None:
+    limits = limits_of(4)
+    with limits.open(ANN, 3):
+        with limits.open(ANN, 16), pytest.raises(KeyLimitError, match="19 requests are open; allowed: 4"):
+            limits.open(ANN).__enter__()
+        with limits.open(ANN):
+            pass
+
+
 def test_token_budgets_refill_over_time() -> None:
     clock = Clock()
     limits = limits_of(None, 60, clock)
