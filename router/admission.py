@@ -113,8 +113,8 @@ class Account:
     """Open requests, counted by choices, and used tokens of one key.
 
     Tokens come from a bucket that refills steadily. A request is admitted unless the bucket is empty, and its tokens
-    are taken out when it ends. A request may therefore overdraw the bucket, and a long prompt needs no larger bucket. In the
-    same way, the choices of one request may exceed the limit on open ones.
+    are taken out when it ends. A request may therefore overdraw the bucket, and a long prompt needs no larger bucket.
+    In the same way, the choices of one request may exceed the limit on open ones.
     """
 
     name: str
