@@ -41,6 +41,12 @@ from workers.rank import Rank, load_rank
 PAUSE_S = 1e-4
 """Interval between inbox checks during a step on the GPU. It is short, so that the GPU does not become idle."""
 
+_MESSAGES_S = 0.01
+"""Time for messages between steps, or half the time of the last step if that is longer. Many requests that arrive at
+once must not hold up those that run."""
+_MOST_AT_ONCE = 8
+"""Number of messages after which the time is looked at."""
+
 
 class Worker:
     """Process of one rank. Every rank calls ``load``, and then ``run`` with all ranks' records."""
@@ -119,18 +125,28 @@ class Worker:
         return RemoteLink(self.spec, rank, records[0].address, ahead, self._inbox, outbox, self._clock)
 
     def _work(self, link: LeaderLink, steps: RankSteps, parts: "_Parts") -> None:
-        is_stopping = False
+        is_stopping, compute_s = False, 0.0
         while not is_stopping:
             self.heartbeat.at(BETWEEN_STEPS)
-            messages = self._inbox.receive(0.0 if steps.num_begun else link.idle_wait_s())
+            messages = self._messages(0.0 if steps.num_begun else link.idle_wait_s(), max(_MESSAGES_S, compute_s / 2))
             is_stopping = self._handle(messages, link, steps, parts)
+            begin_s = self._clock.now_s()
             plans = () if is_stopping else link.next_plans()
             _begin(plans, link, steps)
             if steps.is_due:
                 link.on_ended(steps.end())
-            elif steps.num_begun and not plans and not messages:
+            elif steps.num_begun and not plans:
                 time.sleep(PAUSE_S)
+            compute_s = self._clock.now_s() - begin_s
             link.end_round(is_busy=steps.num_begun > 0)
+
+    def _messages(self, wait_s: float, limit_s: float) -> Iterator[Message]:
+        """Yield the messages that have arrived. Wait for the first one, and stop when the limit has passed."""
+        messages = self._inbox.receive(wait_s, _MOST_AT_ONCE)
+        end_s = self._clock.now_s() + limit_s
+        while messages:
+            yield from messages
+            messages = self._inbox.receive(0.0, _MOST_AT_ONCE) if self._clock.now_s() < end_s else []
 
     def _handle(self, messages: Iterable[Message], link: LeaderLink, steps: RankSteps, parts: "_Parts") -> bool:
         """Pass every message to the part that handles it. Return whether the loop must end.

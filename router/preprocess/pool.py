@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import cluster
 from cluster.spec.config import DeployConfig
@@ -174,7 +175,8 @@ class PreprocessPool:
         """Do a job. Return False if the process has ended or has to be ended."""
         call = asyncio.create_task(process.call(encode(waiting.job)))
         try:
-            await asyncio.wait([call, waiting.outcome], timeout=_WALL_S, return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [call, waiting.outcome]
+            await asyncio.wait(ends, timeout=_WALL_S, return_when=asyncio.FIRST_COMPLETED)
             outcome = await asyncio.wait_for(call, _LEFT_S if waiting.outcome.done() else 0)
             match outcome:
                 case Preprocessed() | JsonText():

@@ -1,9 +1,10 @@
 """Mixed traffic with random faults that overlap: ``python -m tests.chaos.endurance --minutes 30 [--seed N]``.
 
 Requires root and nft. With ``--hostile``, another client attacks the router all the time (``tests.chaos.hostile``).
-With ``--calm``, there are no faults, so that all processes live to the end. Prints one JSON object: requests by outcome,
-faults, memory growth of long-lived processes, resources at the start and the end, and the problems (``judge``). With
-problems, the exit code is 1. In runs of less than about ten minutes, processes still warm up, which appears as growth.
+With ``--calm``, there are no faults, so that all processes live to the end. Prints one JSON object: requests by
+outcome, faults, memory growth of long-lived processes, resources at the start and the end, and the problems
+(``judge``). With problems, the exit code is 1. In runs of less than about ten minutes, processes still warm up, which
+appears as growth.
 """
 
 import argparse

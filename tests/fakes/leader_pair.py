@@ -86,11 +86,12 @@ class LeaderPair:
         )
 
     def deliver(self, role: Role, *messages: Message, now_s: float = 0.0) -> list[Message]:
-        """Deliver messages. Return what the leader sends in response."""
+        """Deliver messages as one round of the worker's loop. Return what the leader sends in response."""
         leader = self.leaders[role]
         leader.outgoing = []
         for message in messages:
             leader.on_message(message, now_s)
+        leader.tick(now_s)
         return [message for _, message in leader.outgoing]
 
     def _prefill_settings(self) -> PrefillSettings:

@@ -84,7 +84,6 @@ class DecodeLeader(DpLeader):
                 self._on_table(message.snapshot)
             case _:
                 self.on_other(message)
-        self._start_granted()
 
     def tick(self, now_s: float) -> None:
         self._now_s = now_s
@@ -294,9 +293,10 @@ class DecodeLeader(DpLeader):
     def _emit_first(self, request: DecodeRequest, output: Output) -> None:
         """Send a request's first token, which may be its last. Choices that share its pages get them beforehand."""
         request.has_prompt = True
-        for choice in self._queue.end_wait(request.room):
-            self._queue.add(choice, self._now_s)
-        self._start_granted()
+        if choices := self._queue.end_wait(request.room):
+            for choice in choices:
+                self._queue.add(choice, self._now_s)
+            self._start_granted()
         self._emit(request, replace(output, phases=request.phases(self._now_s)))
 
     def _emit(self, request: DecodeRequest, output: Output) -> None:

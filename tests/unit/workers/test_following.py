@@ -32,11 +32,15 @@ class Rank:
         self.calls: list[tuple[str, int]] = []
         self.over: set[int] = set()
         self._inbox = inbox
+        self._has_received = False
         self.now_s = 0.0
 
-    def receive(self, timeout_s: float) -> list[Message]:
-        del timeout_s
-        return next(self._inbox)
+    def receive(self, timeout_s: float, most: int) -> list[Message]:
+        """Return the messages of a round, and then no more in the same round."""
+        del timeout_s, most
+        messages = [] if self._has_received else next(self._inbox)
+        self._has_received = bool(messages)
+        return messages
 
     def begin(self, plan: StepPlan, *_: object) -> BegunStep:
         self.calls.append(("begin", plan.step))
@@ -51,8 +55,8 @@ class Rank:
         reports = SimpleNamespace(count=lambda _: None, next=lambda *_, **__: None)
         clock: Any = SimpleNamespace(now_s=lambda: self.now_s)
         inbox: Any = SimpleNamespace(receive=self.receive, dropped={})
-        worker: Any = SimpleNamespace(heartbeat=Heartbeat(), _inbox=inbox)
-        worker._handle = partial(Worker._handle, worker)
+        worker: Any = SimpleNamespace(heartbeat=Heartbeat(), _inbox=inbox, _clock=clock)
+        worker._handle, worker._messages = partial(Worker._handle, worker), partial(Worker._messages, worker)
         rank: Any = SimpleNamespace(
             runner=SimpleNamespace(begin=self.begin, requests={}),
             groups=SimpleNamespace(is_sampling_rank=False),

@@ -57,7 +57,8 @@ def test_a_running_request_gets_no_reply() -> None:
 def test_a_request_that_still_awaits_its_pages_is_over() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
-    pair.deliver(Role.DECODE, submit, Cancel(room=submit.room, incarnation=Incarnation(1)))
+    pair.deliver(Role.DECODE, submit)
+    pair.deliver(Role.DECODE, Cancel(room=submit.room, incarnation=Incarnation(1)))
     assert not pair.decode.is_idle()
     assert reason_of(pair, submit.room) == "will report nothing more about the request: the request was cancelled"
 
@@ -72,8 +73,9 @@ def test_leaders_inquire_periodically_about_their_requests() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
     other = replace(submit, room=Room(9), router=replace(ME, address="another"))
-    for role, leader in pair.leaders.items():
-        pair.deliver(role, submit, other)
+    for leader in pair.leaders.values():
+        for message in (submit, other):
+            leader.on_message(message, 0.0)
         for now_s in (0.0, INQUIRE_EVERY_S - 1, INQUIRE_EVERY_S):
             leader.outgoing = []
             leader.tick(now_s)

@@ -76,6 +76,7 @@ def test_waiting_requests_are_not_examined_before_pages_are_freed(
     rooms = [submit.room for submit in submits]
     assert tickets_of(pair, *submits) == rooms[:4]
     decode, looks = pair.decode, Counter[str]()
+    decode.tick(0.0)  # looks at the four after those that it has looked at
     for name in ("find", "can_allocate"):
         look = partial(count_call, looks, name, getattr(pair.allocators[Role.DECODE], name))
         monkeypatch.setattr(pair.allocators[Role.DECODE], name, look)
@@ -129,8 +130,7 @@ def test_too_much_quarantine_ends_the_replica_when_idle() -> None:
     pair = LeaderPair(num_pages=10)
     decode = pair.decode
     submits = [pair.submit([1] * 3 * PAGE_SIZE) for _ in range(2)]
-    for submit in submits:
-        decode.on_message(submit, 0.0)
+    pair.deliver(Role.DECODE, *submits)
     decode.on_message(Cancel(room=submits[0].room, incarnation=Incarnation(1)), 0.0)
     assert decode.load().stopping_pages == 3
     decode.tick(60.0)
@@ -158,8 +158,7 @@ def test_requests_that_wait_for_pages_in_quarantine_do_not_keep_the_replica(canc
     pair = LeaderPair(num_pages=10)
     decode = pair.decode
     first, second = pair.submit([1] * cancelled_pages * PAGE_SIZE), pair.submit([1] * 9 * PAGE_SIZE)
-    decode.on_message(first, 0.0)
-    decode.on_message(second, 0.0)
+    pair.deliver(Role.DECODE, first, second)
     decode.on_message(Cancel(room=first.room, incarnation=Incarnation(1)), 0.0)
     decode.tick(60.0)
     assert (decode.load().num_waiting, decode.must_end) == (1, "")
@@ -171,8 +170,7 @@ def test_pages_that_are_proven_free_in_time_let_the_replica_take_requests_again(
     pair = LeaderPair(num_pages=10)
     decode = pair.decode
     first, second = (pair.submit([1] * 3 * PAGE_SIZE) for _ in range(2))
-    decode.on_message(first, 0.0)
-    decode.on_message(second, 0.0)
+    pair.deliver(Role.DECODE, first, second)
     decode.on_message(Cancel(room=first.room, incarnation=Incarnation(1)), 0.0)
     decode.tick(60.5)
     assert decode.load().draining
