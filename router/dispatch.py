@@ -176,7 +176,8 @@ class RequestTable:
         reason = f"{failure.replica}: {failure.reason}"
         others = [peer for peer in request.peers if peer is not failed]
         if not failure.retryable:
-            return self._fail(request, Cause.REFUSED, reason, others)
+            cause = Cause.CORRUPTED if failure.blame is Blame.MODEL else Cause.REFUSED
+            return self._fail(request, cause, reason, others)
         blamed = {Blame.SENDER: [failed], Blame.BOTH: request.peers, Blame.NEITHER: []}[failure.blame]
         return self._retry(request, Cause.REPLICA_FAILED, reason, blamed, others, now_s)
 

@@ -11,6 +11,7 @@ _CLIENT_CLOSED_REQUEST = 499
 _STATUS_OF = {
     Cause.REFUSED: HTTPStatus.BAD_REQUEST,
     Cause.TIMED_OUT: HTTPStatus.GATEWAY_TIMEOUT,
+    Cause.CORRUPTED: HTTPStatus.INTERNAL_SERVER_ERROR,
     Cause.BROKEN_OUTPUT: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
 """HTTP status by cause; all other causes get 503."""

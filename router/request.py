@@ -202,6 +202,8 @@ def peers_of(submit: Submit) -> list[Peer]:
 class Cause(StrEnum):
     REFUSED = "refused"
     """A replica cannot serve the request; another attempt would fail too."""
+    CORRUPTED = "corrupted"
+    """The model's logits were not finite."""
     REPLICA_FAILED = "replica_failed"
     """A replica failed; another attempt may succeed."""
     REPLICA_LOST = "replica_lost"

@@ -153,6 +153,7 @@ _METRICS = (
     _counter("kv_evicted_pages", "Cached pages evicted.", _LOAD, "evicted_pages"),
     _gauge("replica_requests_running", "Requests that hold pages.", _LOAD, "num_running"),
     _gauge("replica_requests_waiting", "Requests waiting for pages.", _LOAD, "num_waiting"),
+    _counter("corrupted_requests", "Requests ended by logits that were not finite.", _LOAD, "num_corrupted"),
     _counter("num_preemptions", "Preempted requests.", _LOAD, "num_preempted"),
     _counter("wrong_pages", "Received pages that differ from the sent ones.", _DECODE_LOAD, "wrong_pages"),
     _gauge("replica_pages", "Pages by state.", _Source(("state",), _replica_pages)),

@@ -213,9 +213,10 @@ def _continues_character(token: bytes) -> bool:
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """Return a token's text, with U+FFFD for incomplete characters."""
     text = tokenizer.decode([token_id], skip_special_tokens=False)
-    # Decoders drop the space before the first word of a text.
-    is_word = tokenizer.token_of(token_id).startswith(_WORD_PREFIX)
-    return f" {text}" if is_word and not text.startswith(" ") else text
+    # Decoders drop a space at the start of a text.
+    token = tokenizer.token_of(token_id)
+    num_spaces = len(token) - len(token.lstrip(_WORD_PREFIX))
+    return " " * (num_spaces - (len(text) - len(text.lstrip(" ")))) + text
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

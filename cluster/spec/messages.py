@@ -146,6 +146,8 @@ class Blame(StrEnum):
     """Both replicas, for example if a transfer between them failed."""
     NEITHER = "neither"
     """Neither replica, for example if a choice of the same prompt was cancelled."""
+    MODEL = "model"
+    """The model, whose logits were not finite."""
 
 
 class Failure(Tagged, frozen=True):

@@ -153,6 +153,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int] = {}
     """Dropped messages: late, repeated, misdirected or unknown ones by type, and frames that the inbox rejected."""
     num_preempted: int = 0
+    num_corrupted: int = 0
+    """Requests that ended because the model's logits were not finite, since the replica started."""
     steps: tuple[StepTimes, ...] = ()
     tiers: TierState | None = None
     graph_steps: dict[str, int] = {}

@@ -96,3 +96,5 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     """True if the grammar allows no further token."""
     problem: str = ""
     """Reason for an abort: the grammar allows no token, or has become too complex."""
+    is_corrupted: bool = False
+    """True if the model's logits were not finite, so that the token means nothing."""

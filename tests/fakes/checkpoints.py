@@ -7,6 +7,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -15,7 +16,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-DENSE: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+DENSE: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
 MOE: dict[str, type[PretrainedConfig]] = {
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3_moe": Qwen3MoeConfig,
@@ -25,6 +31,7 @@ FAMILIES = DENSE | MOE
 
 SHARPENED = {
     "llama": "q_proj.weight",
+    "mistral": "q_proj.weight",
     "qwen2": "q_proj.weight",
     "qwen3": "q_norm.weight",
     "qwen2_moe": "q_proj.weight",
@@ -51,6 +58,7 @@ SMALL: dict[str, Any] = {
 
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
     "qwen2_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 3,

@@ -1,4 +1,4 @@
-"""Greedy fp32 tokens equal transformers' for a model with full and window attention in different layers."""
+"""Greedy fp32 tokens equal transformers' for models with windows in all layers or in some."""
 
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,14 @@ CLUSTERS: dict[str, dict[str, Any]] = {
         "transfer": {"verify": "digest"},
     },
 }
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "mixtral": {},
+    "qwen2_moe": {"use_sliding_window": True, "num_hidden_layers": 3},
+    "qwen3_moe": {"use_sliding_window": True},
+}
+"""Families whose windows are in every layer, or in every other one, with what their configurations need."""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +59,17 @@ def test_tokens_equal_the_oracles_computed_and_cached(
     with engine.running(checkpoint, config_of(cluster)) as local:
         for _ in range(2):
             assert local.generate(asked(prompts, NUM_TOKENS), timeout_s=120) == theirs
+
+
+@pytest.mark.parametrize(("family", "windows"), FAMILIES.items(), ids=FAMILIES.keys())
+def test_tokens_of_every_family_equal_the_oracles(
+    models: Models, engine: LocalEngine, family: str, windows: dict[str, Any]
+) -> None:
+    checkpoint = models.folder(family, sliding_window=WINDOW, **windows)
+    prompts = prompts_of((1, 90, 203))
+    oracle = models.oracle(checkpoint, NUM_TOKENS)
+    with engine.running(checkpoint, config_of(CLUSTERS["cp"])) as local:
+        assert local.generate(asked(prompts, NUM_TOKENS), timeout_s=120) == list(map(oracle.tokens, prompts))
 
 
 def test_a_prefix_is_loaded_from_host_memory_and_in_new_processes_from_storage(

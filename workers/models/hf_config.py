@@ -157,7 +157,7 @@ def read_decoder(
         attention=attention,
         feed_forward=tuple(feed_forward),
         windows=tuple(windows or [None] * len(feed_forward)),
-        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(hf.get("rms_norm_eps")),
         rope=read_rope_config(hf.raw, max_len),
         max_position_embeddings=max_len,
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
@@ -167,20 +167,20 @@ def read_decoder(
     )
 
 
-def read_attention(hf: HfConfig, *, head_dim: int | None = None, **flags: bool) -> AttentionConfig:
-    """Read the number and size of heads. ``head_dim`` is the family's default size."""
+def read_attention(hf: HfConfig, **flags: bool) -> AttentionConfig:
+    """Read the number and size of heads."""
     num_heads = hf.positive("num_attention_heads")
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=hf.positive("num_key_value_heads", num_heads),
-        head_dim=hf.positive("head_dim", head_dim or hf.positive("hidden_size") // num_heads),
+        head_dim=hf.positive("head_dim", hf.positive("hidden_size") // num_heads),
         **flags,
     )
 
 
 def read_experts(hf: HfConfig, *, renormalize: bool, intermediate_size: str, shared_size: int = 0) -> MoeConfig:
     """Read the number and size of experts. ``intermediate_size`` is the key of the experts' width."""
-    num_experts = hf.positive("num_experts" if "num_experts" in hf.raw else "num_local_experts")
+    num_experts = hf.positive("num_local_experts" if "num_local_experts" in hf.raw else "num_experts")
     top_k = hf.positive("num_experts_per_tok")
     if top_k > num_experts:
         raise UnsupportedModelError(f"num_experts_per_tok is {top_k}; allowed: at most {num_experts}")
@@ -200,32 +200,37 @@ def sparse_layers(hf: HfConfig, moe: MoeConfig) -> list[FeedForwardConfig]:
     return [mlp if (layer + 1) % every or layer in dense else moe for layer in range(hf.num_layers)]
 
 
-def read_windows(hf: HfConfig) -> list[int | None]:
-    """Return each layer's window in a dense Qwen model, from `layer_types` or from `max_window_layers`."""
-    num_layers, is_used = hf.num_layers, uses_sliding_window(hf)
-    num_full = hf.get("max_window_layers", 28) if is_used else num_layers
-    by_number = [FULL_ATTENTION if layer < num_full else SLIDING_ATTENTION for layer in range(num_layers)]
-    layer_types = hf.get("layer_types") or by_number
+def every_layers_window(hf: HfConfig) -> list[int | None]:
+    """Return each layer's window in a family without `layer_types`. None if `sliding_window` is null."""
+    window = None if hf.get("sliding_window") is None else hf.positive("sliding_window")
+    return [window] * hf.num_layers
+
+
+def windows_by_type(hf: HfConfig, usual_types: Sequence[str]) -> list[int | None]:
+    """Return each layer's window in a Qwen model, from `layer_types` or else from ``usual_types``."""
+    num_layers = hf.num_layers
+    layer_types = hf.get("layer_types") or usual_types
     if len(layer_types) != num_layers or (unknown := set(layer_types) - {FULL_ATTENTION, SLIDING_ATTENTION}):
         given = f"{len(layer_types)} entries" if len(layer_types) != num_layers else ", ".join(sorted(unknown))
         allowed = f"{num_layers} entries of {FULL_ATTENTION} or {SLIDING_ATTENTION}"
         raise UnsupportedModelError(f"layer_types has {given}; allowed: {allowed}")
-    window = hf.positive("sliding_window", 4096)
-    return [window if layer_type == SLIDING_ATTENTION and is_used else None for layer_type in layer_types]
+    if not uses_windows(hf):
+        return [None] * num_layers
+    window = hf.positive("sliding_window")
+    return [window if layer_type == SLIDING_ATTENTION else None for layer_type in layer_types]
 
 
-def refuse_sliding_window(hf: HfConfig, *, is_used: bool) -> None:
-    """Raise UnsupportedModelError if any layer has a window. ``is_used`` applies if there are no `layer_types`."""
-    layer_types = hf.get("layer_types")
-    if layer_types is not None:
-        is_used = any(layer_type != FULL_ATTENTION for layer_type in layer_types)
-    if is_used:
-        raise UnsupportedModelError("the model uses sliding-window attention; allowed in this family: full attention")
+def last_layers_windows(hf: HfConfig) -> list[int | None]:
+    """Return each layer's window in a dense Qwen model, where the layers from `max_window_layers` on have one."""
+    num_full = hf.get("max_window_layers")
+    return windows_by_type(
+        hf, [FULL_ATTENTION if layer < num_full else SLIDING_ATTENTION for layer in range(hf.num_layers)]
+    )
 
 
-def uses_sliding_window(hf: HfConfig) -> bool:
+def uses_windows(hf: HfConfig) -> bool:
     """Return whether a Qwen checkpoint uses windows."""
-    return hf.flag("use_sliding_window") and hf.get("sliding_window", 4096) is not None
+    return hf.flag("use_sliding_window") and hf.get("sliding_window") is not None
 
 
 def _refuse_unsupported(hf: HfConfig) -> None:

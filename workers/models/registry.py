@@ -2,21 +2,32 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from workers.models import llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from workers.models import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from workers.models.hf_config import HfConfig
 from workers.models.interface import DecoderConfig, UnsupportedModelError
 
-FAMILIES: Mapping[str, Callable[[HfConfig], DecoderConfig]] = {
-    "LlamaForCausalLM": llama.read,
-    "Qwen2ForCausalLM": qwen2.read,
-    "Qwen3ForCausalLM": qwen3.read,
-    "Qwen2MoeForCausalLM": qwen2_moe.read,
-    "Qwen3MoeForCausalLM": qwen3_moe.read,
-    "MixtralForCausalLM": mixtral.read,
+
+class Family(NamedTuple):
+    """Model family, which reads its own config.json."""
+
+    read: Callable[[HfConfig], DecoderConfig]
+    """Raises UnsupportedModelError if the engine cannot run the model."""
+    defaults: Mapping[str, Any]
+    """Values of missing keys, as in transformers."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(llama.read, llama.DEFAULTS),
+    "MistralForCausalLM": Family(mistral.read, mistral.DEFAULTS),
+    "Qwen2ForCausalLM": Family(qwen2.read, qwen2.DEFAULTS),
+    "Qwen3ForCausalLM": Family(qwen3.read, qwen3.DEFAULTS),
+    "Qwen2MoeForCausalLM": Family(qwen2_moe.read, qwen2_moe.DEFAULTS),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe.read, qwen3_moe.DEFAULTS),
+    "MixtralForCausalLM": Family(mixtral.read, mixtral.DEFAULTS),
 }
-"""Functions that read a family's config.json, by architecture name. They raise UnsupportedModelError."""
+"""Families by architecture name."""
 
 
 def read_model_config(folder: Path) -> DecoderConfig:
@@ -39,4 +50,4 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any] 
     family = FAMILIES.get(given[0]) if len(given) == 1 else None
     if family is None:
         raise UnsupportedModelError(f"architectures is {given!r}; allowed: {', '.join(FAMILIES)}")
-    return family(HfConfig(config, generation or {}))
+    return family.read(HfConfig({**family.defaults, **config}, generation or {}))

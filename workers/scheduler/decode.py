@@ -120,8 +120,9 @@ class DecodeLeader(DpLeader):
         self._now_s = now_s
         for sequence in self._scheduler.commit(plan, sampled):
             request, token = self._requests[sequence.room], sampled[sequence.room]
-            if token.problem:
-                self._fail(request, token.problem, retryable=False)
+            if problem := self.problem_of(token):
+                reason, blame = problem
+                self._fail(request, reason, retryable=False, blame=blame)
                 continue
             logprobs = [token.logprobs] if token.logprobs is not None else []
             output = self._newest_output(sequence, logprobs, completes_grammar=token.completes_grammar)

@@ -69,6 +69,7 @@ class DpLeader(ABC):
         self._inquire_at_s = 0.0
         self.num_taken = 0
         """Number of requests accepted since startup."""
+        self._num_corrupted = 0
         self.draining = False
         """True while routers are asked not to send new requests. Requests in flight are still accepted."""
         self._newest_command: dict[tuple[ReplicaId, Incarnation], int] = {}
@@ -115,6 +116,7 @@ class DpLeader(ABC):
             num_taken=self.num_taken,
             draining=self.draining,
             dropped=dict(self.dropped),
+            num_corrupted=self._num_corrupted,
             tiers=self.tiers.state() if self.tiers else None,
         )
 
@@ -180,6 +182,13 @@ class DpLeader(ABC):
 
     def send_failure(self, submit: Submit, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
         self.send(submit.router.address, self._failure(submit.room, reason, retryable, blame))
+
+    def problem_of(self, sampled: Sampled) -> tuple[str, Blame] | None:
+        """Return why a request cannot go on after a token, and what is to blame. Call this once for every token."""
+        if sampled.is_corrupted:
+            self._num_corrupted += 1
+            return "the model's logits are not finite", Blame.MODEL
+        return (sampled.problem, Blame.NEITHER) if sampled.problem else None
 
     def report_ended(self, router: Peer, room: Room) -> None:
         """Report to a router that a room has ended, in case the router missed the end."""

@@ -101,8 +101,9 @@ class PrefillLeader(DpLeader):
         for sequence in self._scheduler.commit(plan, sampled):
             request, first = self._requests[sequence.room], sampled[sequence.room]
             request.is_computed = True
-            if first.problem:
-                self._fail(request, first.problem, retryable=False)
+            if problem := self.problem_of(first):
+                reason, blame = problem
+                self._fail(request, reason, retryable=False, blame=blame)
                 continue
             self._scheduler.holders.remove(request.room)
             self._move(request, PrefillState.SENDING, "first token")

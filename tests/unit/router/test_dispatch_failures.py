@@ -38,12 +38,15 @@ class TestFailures:
         assert dispatch.on_failure(failure(room, failed), NOW) == expected
         assert_empty(dispatch)
 
-    def test_permanent_errors_are_not_retried(self) -> None:
+    @pytest.mark.parametrize(("blame", "cause"), [(Blame.SENDER, Cause.REFUSED), (Blame.MODEL, Cause.CORRUPTED)])
+    def test_permanent_errors_are_not_retried(self, blame: Blame, cause: Cause) -> None:
         dispatch = make()
         room = opened(dispatch)
-        fail = dispatch.on_failure(failure(room, DECODE, retryable=False), NOW)[-1]
+        fail = dispatch.on_failure(msgspec.structs.replace(failure(room, DECODE, retryable=False), blame=blame), NOW)[
+            -1
+        ]
         assert isinstance(fail, FailRequest)
-        assert fail.cause is Cause.REFUSED
+        assert fail.cause is cause
 
     def test_of_another_start_of_the_replica(self) -> None:
         dispatch = make()

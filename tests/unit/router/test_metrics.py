@@ -51,6 +51,7 @@ def samples(load: ReplicaLoad, family: str, records: tuple[RankRecord, ...] = RE
     ("load", "family", "expected"),
     [
         (ReplicaLoad(num_preempted=5), "num_preemptions", [({}, 5)]),
+        (ReplicaLoad(num_corrupted=2), "corrupted_requests", [({}, 2)]),
         (ReplicaLoad(expert_tokens={1: 7, 0: 5}), "expert_tokens", [({"expert": "0"}, 5), ({"expert": "1"}, 7)]),
         (ReplicaLoad(graph_steps={"replayed": 3}), "decode_graph_steps", [({"outcome": "replayed"}, 3)]),
         (ReplicaLoad(graph_bytes=5), "decode_graph_bytes", [({}, 5)]),

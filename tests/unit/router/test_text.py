@@ -193,7 +193,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Vocabulary like Llama 2's: words begin with U+2581, and missing characters are written as bytes."""
     folder: Path = write_model_folder(tmp_path_factory.mktemp("model"))
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581the", "cat"]
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581the", "cat", "\u2581\u2581"]
     made = tokenizers.Tokenizer(
         tokenizers.models.BPE({word: token_id for token_id, word in enumerate(words)}, [], byte_fallback=True)
     )
@@ -216,7 +216,7 @@ def test_special_tokens_and_ids_without_a_token(byte_level: Tokenizer) -> None:
 
 
 def test_sentence_piece(sentence_piece: Tokenizer) -> None:
-    assert [token_text(sentence_piece, token_id) for token_id in (258, 259)] == [" the", "cat"]
-    assert token_bytes(sentence_piece, 258) == b" the"
+    assert [token_text(sentence_piece, token_id) for token_id in (257, 258, 259, 260)] == [" ", " the", "cat", "  "]
+    assert [token_bytes(sentence_piece, token_id) for token_id in (258, 260)] == [b" the", b"  "]
     tokens = sentence_piece.encode("\u20ac", add_special_tokens=False)
     assert b"".join(token_bytes(sentence_piece, token_id) for token_id in tokens).decode() == " \u20ac"

@@ -74,6 +74,25 @@ THEIRS: list[tuple[Sampling, LogitsProcessor]] = [
 ]
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_reported(value: float) -> None:
+    rows = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5, top_k=3), Sampling(min_p=0.1)]
+    rows.append(Sampling(repetition_penalty=1.3, logit_bias={4: 1.0}, num_logprobs=2))
+    logits = some_logits(2 * len(rows))
+    logits[::2] = value
+    logits[1::2, 9] = -math.inf  # as of a token that the model never produces
+    sampled = sample(logits, [state_of(row) for row in rows for _ in range(2)], [0] * len(logits))
+    assert [each.is_corrupted for each in sampled] == [True, False] * len(rows)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_logit_that_is_not_finite_is_reported(value: float) -> None:
+    rows = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=3)]
+    logits = some_logits(len(rows))
+    logits[:, 9] = value
+    assert all(each.is_corrupted for each in sample(logits, [state_of(row) for row in rows], [0] * len(rows)))
+
+
 @pytest.mark.parametrize(("sampling", "theirs"), THEIRS)
 def test_logits_equal_transformers(sampling: Sampling, theirs: LogitsProcessor) -> None:
     logits = some_logits(1)[0]

@@ -31,6 +31,12 @@ QWEN2_MOE = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 40,
 }
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 WINDOWS = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 
 Pair = tuple[DecoderModel, PreTrainedModel]
@@ -205,10 +211,9 @@ def raw_config() -> dict[str, Any]:
     ("changes", "words"),
     [
         ({"architectures": ["GemmaForCausalLM"]}, ["GemmaForCausalLM", "LlamaForCausalLM"]),
-        ({**MIXTRAL, "sliding_window": 4096}, ["sliding-window"]),
+        ({**MIXTRAL, "sliding_window": 0}, ["sliding_window", "positive", "0"]),
         ({**MIXTRAL, "num_experts_per_tok": 5}, ["num_experts_per_tok is 5", "at most 4"]),
         ({**QWEN2_MOE, "num_experts_per_tok": 5}, ["num_experts_per_tok is 5", "at most 4"]),
-        ({**QWEN2_MOE, "use_sliding_window": True}, ["sliding-window"]),
         ({**QWEN2_MOE, "shared_expert_intermediate_size": 0}, ["shared_expert_intermediate_size", "positive", "0"]),
         ({"architectures": None}, ["architectures", "Qwen3ForCausalLM"]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers is 1000000000", "at most 4096"]),
@@ -241,6 +246,13 @@ def test_unsupported_configs_are_refused_with_a_reason(
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, (None, 8)),
         ({"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, (4096, None)),
         ({"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, (None, None)),
+        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, (None, None)),
+        ({**MIXTRAL, "sliding_window": 8}, (8, 8)),
+        ({"architectures": ["MistralForCausalLM"]}, (4096, 4096)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None)),
+        ({**QWEN2_MOE, "use_sliding_window": True}, (4096, None)),
+        ({**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 2}, (8, 8)),
+        ({**QWEN3_MOE, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, (None, None)),
     ],
 )
 def test_windows_equal_transformers(
