@@ -29,11 +29,20 @@ class _Service:
     """Process of a single actor, which runs on the home machine and reserves no resources."""
 
     def __init__(
-        self, tools: Tools, name: str, incarnation: Incarnation, actor_class: type, arguments: Sequence[object]
+        self,
+        tools: Tools,
+        name: str,
+        incarnation: Incarnation,
+        log_config: LogConfig,
+        actor_class: type,
+        arguments: Sequence[object],
     ) -> None:
         self._tools = tools
         self._name = name
-        self._actor = tools.system.start(actor_class, arguments, name=f"{name}-{incarnation}", title=name, bundle=None)
+        log = ProcessLog(process=name, config=log_config, session=tools.session)
+        self._actor = tools.system.start(
+            actor_class, [log, *arguments], name=f"{name}-{incarnation}", title=name, bundle=None
+        )
         self.runs: dict[str, Future[Any]] = {}
 
     def kill(self, timeout_s: float) -> bool:
@@ -54,8 +63,7 @@ class _Service:
 
 class BootstrapProcess(_Service):
     def __init__(self, tools: Tools, incarnation: Incarnation, log_config: LogConfig) -> None:
-        log = ProcessLog(process=BOOTSTRAP, config=log_config, session=tools.session)
-        super().__init__(tools, BOOTSTRAP, incarnation, tools.bootstrap, [log, service_environ()])
+        super().__init__(tools, BOOTSTRAP, incarnation, log_config, tools.bootstrap, [service_environ()])
 
     def start(self, host: str, port: int, token: str, deadline: Deadline) -> str:
         """Start serving; return the base URL. Raises BatonError."""
@@ -64,9 +72,8 @@ class BootstrapProcess(_Service):
 
 class RouterProcess(_Service):
     def __init__(self, tools: Tools, incarnation: Incarnation, share: RouterShare, log_config: LogConfig) -> None:
-        log = ProcessLog(process=share.name, config=log_config, session=tools.session)
-        arguments = [log, router_environ(os.environ | dict(tools.secrets)), incarnation, share]
-        super().__init__(tools, share.name, incarnation, tools.router, arguments)
+        arguments = [router_environ(os.environ | dict(tools.secrets)), incarnation, share]
+        super().__init__(tools, share.name, incarnation, log_config, tools.router, arguments)
         self.own_url = ""
         """URL of this process alone; empty before it serves."""
         self._control: str | None = None

@@ -23,7 +23,7 @@ import httpx
 from cluster.spec.errors import BatonError
 from tests.chaos.availability import Availability
 from tests.chaos.census import Census, Holdings
-from tests.chaos.hostile import ATTACKS
+from tests.chaos.hostile import ATTACKS, attack_command
 from tests.chaos.judge import problems
 from tests.chaos.random_faults import Faults
 from tests.chaos.rest import settle
@@ -122,8 +122,7 @@ def _attack(url: str, seed: int, ending: threading.Event, counts: Counter[str]) 
 
 def _send(url: str, name: str) -> str:
     """Carry out an attack. Return the status of the answer."""
-    command = [sys.executable, "-m", "tests.chaos.hostile", url, name]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout[:3]
+    return subprocess.run(attack_command(url, name), capture_output=True, text=True, check=False).stdout[:3]
 
 
 def _growth(census: Census, minutes: float) -> dict[str, dict[str, float]]:

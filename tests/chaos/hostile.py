@@ -59,6 +59,11 @@ BODIES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+def attack_command(url: str, name: str) -> list[str]:
+    """Return the command that carries out an attack in a process of its own and prints the answer."""
+    return [sys.executable, "-m", "tests.chaos.hostile", url, name]
+
+
 def send_body(url: str, name: str) -> str:
     made = BODIES[name]()
     path = "/v1/chat/completions" if "messages" in made else "/v1/completions"

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cluster.cli.running import find_running
-from tests.chaos.hostile import ATTACKS, FLOOD, send_endless_header
+from tests.chaos.hostile import ATTACKS, FLOOD, attack_command, send_endless_header
 from tests.chaos.report import report
 from tests.chaos.streams import Crowd
 from tests.fakes.cluster import RunningCluster, listener_pid, running_cluster
@@ -64,7 +64,7 @@ def test_an_attack_on_the_router(cluster: RunningCluster, name: str) -> None:
         for stream in crowd.streams:
             stream.longest_pause_s = 0.0  # of the first token
         begin_s = time.monotonic()
-        command = [sys.executable, "-m", "tests.chaos.hostile", cluster.url, name]
+        command = attack_command(cluster.url, name)
         attack = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=ATTACK_S, check=True)
         took_s, answer = time.monotonic() - begin_s, attack.stdout
         growth_mib = peak_mib(router) - before_mib
@@ -95,7 +95,7 @@ def test_a_flood_of_one_key_costs_another_its_share() -> None:
     keys = {"BATON_API_KEYS": "key-of-mallory,key-of-alice"}
     with running_cluster("deploy/local-cpu.yaml", f"{NAME}-keys", env=keys) as cluster:
         alone_s = max(ask_as_alice(cluster) for _ in range(3))
-        command = [sys.executable, "-m", "tests.chaos.hostile", cluster.url, FLOOD]
+        command = attack_command(cluster.url, FLOOD)
         env = os.environ | {"BATON_API_KEY": "key-of-mallory"}
         with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as attack:
             time.sleep(FLOOD_BEGINS_S)
