@@ -76,6 +76,7 @@ def measure(cluster: RunningCluster, given: argparse.Namespace) -> dict[str, obj
         "minutes": minutes,
         "clients": given.clients,
         "seed": seed,
+        "calm": given.calm,
         "requests": dict(traffic.counts),
         "kinds": dict(traffic.kinds),
         "faults": dict(faults.counts),

@@ -37,7 +37,7 @@ def _of_requests(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_faults(result: Mapping[str, Any]) -> Iterator[str]:
-    if result["minutes"] >= EVERY_KIND_MINUTES:
+    if result["minutes"] >= EVERY_KIND_MINUTES and not result["calm"]:
         yield from (f"no {kind}" for kind in (FIRST, *VICTIMS) if not result["faults"].get(kind))
 
 
