@@ -110,7 +110,7 @@ class Inbox(_Pull):
     """Receiving end of one process. Messages from one sender arrive in order."""
 
     def receive(self, timeout_s: float, most: int = sys.maxsize) -> list[Message]:
-        """Return the messages that have arrived, the first ``most``; wait up to the timeout for the first."""
+        """Return up to ``most`` messages that have arrived; wait up to the timeout for the first."""
         if timeout_s > 0:
             self._socket.poll(int(timeout_s * 1000))
         return self._take(most)

@@ -19,7 +19,8 @@ def set_for_own_cluster() -> None:
     """Set every variable that the user has not set.
 
     Anyone who can reach Ray can run code, so Ray gets a new token for each run and listens on loopback only. Workers
-    run at niceness 0, because at Ray's default of 15 any other load delays tokens and heartbeats.
+    run at niceness 0, because at Ray's default of 15 any other load delays tokens and heartbeats. The threads of each
+    process share one heap, see ``share_heap``.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
@@ -28,6 +29,7 @@ def set_for_own_cluster() -> None:
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("MALLOC_ARENA_MAX", "1")
 
 
 def make_temp_dir() -> Path:

@@ -23,7 +23,7 @@ def create_app(service: Service) -> ASGIApp:
     # The busiest handlers bypass FastAPI to avoid its overhead.
     busy = [route for route in generation.routes(service).routes if isinstance(route, APIRoute)]
     api = create_api(service)
-    api.openapi()  # takes a third of a second, which the first client that asks for it must not cost all others
+    api.openapi()  # takes a third of a second, during which no client is served
     app: ASGIApp = Front(api, {route.path: route.endpoint for route in busy}, service)
     # CORS wraps everything: errors must name a page's origin for the page to read them, and a preflight has no key.
     if origins := service.config.router.allowed_origins:

@@ -31,7 +31,7 @@ class FairQueue(Generic[T]):
         self._entries: list[_Entry[T]] = []
         self._numbers = itertools.count()
         self._now = 0.0
-        """Virtual time: the begin of the item taken last."""
+        """Virtual time: the latest begin of an item taken."""
         self._end_of: dict[str, float] = {}
         """Virtual time at which each tenant's newest item ends."""
 
@@ -52,10 +52,9 @@ class FairQueue(Generic[T]):
         heapq.heappush(self._entries, _Entry(priority, begin, next(self._numbers), tenant, length, item))
 
     def pop(self) -> T:
-        entry = heapq.heappop(self._entries)
-        self._now = max(self._now, entry.begin)
-        self._forget_if_empty()
-        return entry.item
+        first = self.first
+        self.take(first)
+        return first
 
     def remove(self, item: T) -> None:
         """Remove an item that waits no longer, if it is still in the queue. Its tenant owes nothing for it."""
@@ -68,11 +67,13 @@ class FairQueue(Generic[T]):
 
     def take(self, item: T) -> None:
         """Remove an item that is served, perhaps before its turn."""
-        if item is self.first:
-            self.pop()
-            return
-        self._entries = [entry for entry in self._entries if entry.item is not item]
-        heapq.heapify(self._entries)
+        place = next(place for place, entry in enumerate(self._entries) if entry.item is item)
+        self._now = max(self._now, self._entries[place].begin)
+        if place == 0:
+            heapq.heappop(self._entries)
+        else:
+            del self._entries[place]
+            heapq.heapify(self._entries)
         self._forget_if_empty()
 
     def behind_first(self) -> list[T]:

@@ -42,8 +42,8 @@ PAUSE_S = 1e-4
 """Interval between inbox checks during a step on the GPU. It is short, so that the GPU does not become idle."""
 
 _MESSAGES_S = 0.01
-"""Time for messages between steps, or half the time of the last step if that is longer. Many requests that arrive at
-once must not hold up those that run."""
+"""Time for messages in a round of the loop, or half the time of the last round if that is longer. Many requests that
+arrive at once must not hold up those that run."""
 _MOST_AT_ONCE = 8
 """Number of messages after which the time is looked at."""
 
@@ -125,10 +125,10 @@ class Worker:
         return RemoteLink(self.spec, rank, records[0].address, ahead, self._inbox, outbox, self._clock)
 
     def _work(self, link: LeaderLink, steps: RankSteps, parts: "_Parts") -> None:
-        is_stopping, compute_s = False, 0.0
+        is_stopping, round_s = False, 0.0
         while not is_stopping:
             self.heartbeat.at(BETWEEN_STEPS)
-            messages = self._messages(0.0 if steps.num_begun else link.idle_wait_s(), max(_MESSAGES_S, compute_s / 2))
+            messages = self._messages(0.0 if steps.num_begun else link.idle_wait_s(), max(_MESSAGES_S, round_s / 2))
             is_stopping = self._handle(messages, link, steps, parts)
             begin_s = self._clock.now_s()
             plans = () if is_stopping else link.next_plans()
@@ -137,7 +137,7 @@ class Worker:
                 link.on_ended(steps.end())
             elif steps.num_begun and not plans:
                 time.sleep(PAUSE_S)
-            compute_s = self._clock.now_s() - begin_s
+            round_s = self._clock.now_s() - begin_s
             link.end_round(is_busy=steps.num_begun > 0)
 
     def _messages(self, wait_s: float, limit_s: float) -> Iterator[Message]:

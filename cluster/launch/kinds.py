@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.logs import ProcessLog, set_up_logs
-from cluster.processes import share_heap
 from cluster.spec.config import DeployConfig, Device
 from cluster.spec.env import ADMIN_KEY, API_KEYS, take_secrets
 from cluster.spec.ids import Incarnation
@@ -31,7 +30,6 @@ class _LoggingActor:
     """Process that logs to its own file, under a name that Ray shows too."""
 
     def __init__(self, log: ProcessLog, environ: Mapping[str, str]) -> None:
-        share_heap()
         os.environ.update(environ)
         set_up_logs(log)
         self._log = log

@@ -115,6 +115,8 @@ class PreprocessPool:
 
     async def _push(self, waiting: "_Waiting") -> None:
         async with self._changed:
+            if waiting.outcome.done():
+                return
             self._waiting.push(waiting, waiting.tenant, len(waiting.job.body), waiting.weight)
             if self._num_running[waiting.tenant] < _MOST_OF_TENANT:
                 self._changed.notify_all()
@@ -122,18 +124,23 @@ class PreprocessPool:
     async def _serve(self) -> None:
         await self._is_needed.wait()
         num_failures = 0
+        last: _Waiting | None = None
         while True:
             try:
                 async with self._ready_process() as process:
                     num_failures = 0
                     self._num_ready += 1
+                    await self._release(last)
+                    last = None
                     try:
-                        await self._serve_with(process)
+                        last = await self._serve_with(process)
                     finally:
                         self._num_ready -= 1
             except OSError as error:
                 _log.error("a preprocessing process could not start: %s", error)
                 num_failures += 1
+                await self._release(last)
+                last = None
                 if num_failures > 1 and not self._num_ready:
                     for waiting in self._waiting:
                         waiting.fail(_busy("the router cannot start the process that reads this request; try again"))
@@ -147,22 +154,30 @@ class PreprocessPool:
                 raise ChildProcessError("its output says why")
             yield process
 
-    async def _serve_with(self, process: "_Process") -> None:
-        """Give jobs to a process until it ends or has to be ended."""
-        is_alive = True
-        while is_alive:
+    async def _serve_with(self, process: "_Process") -> "_Waiting | None":
+        """Give jobs to a process until it ends or has to be ended. Return the job that ended it.
+
+        That job's tenant has one process less until another one takes the place of this.
+        """
+        while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._next() is not None)
+                if process.has_ended:
+                    return None
                 waiting = self._next()
                 assert waiting is not None
                 self._waiting.take(waiting)
-            self._num_running[waiting.tenant] += 1
-            try:
-                is_alive = await self._do(process, waiting)
-            finally:
-                self._num_running -= Counter([waiting.tenant])
-                async with self._changed:
-                    self._changed.notify_all()
+                self._num_running[waiting.tenant] += 1
+            if not await self._do(process, waiting):
+                return waiting
+            await self._release(waiting)
+
+    async def _release(self, waiting: "_Waiting | None") -> None:
+        """Let another process work for the tenant of a job that is over."""
+        if waiting is not None:
+            self._num_running -= Counter([waiting.tenant])  # forgets tenants without a process
+            async with self._changed:
+                self._changed.notify_all()
 
     def _next(self) -> "_Waiting | None":
         """Return the first job of a tenant that may use one more process."""
@@ -177,7 +192,12 @@ class PreprocessPool:
         try:
             ends: list[asyncio.Future[Any]] = [call, waiting.outcome]
             await asyncio.wait(ends, timeout=_WALL_S, return_when=asyncio.FIRST_COMPLETED)
-            outcome = await asyncio.wait_for(call, _LEFT_S if waiting.outcome.done() else 0)
+            if waiting.outcome.done():
+                await asyncio.wait([call], timeout=_LEFT_S)
+            if not call.done():
+                waiting.fail(_busy(f"the router is too busy to read this request within {_WALL_S:g} s; try again"))
+                return False
+            outcome = call.result()
             match outcome:
                 case Preprocessed() | JsonText():
                     waiting.succeed(outcome)
@@ -191,8 +211,6 @@ class PreprocessPool:
                 await self._push(waiting)
             else:
                 waiting.fail(error_of(status))
-        except TimeoutError:
-            waiting.fail(_busy(f"the router is too busy to read this request within {_WALL_S:g} s; try again"))
         except asyncio.CancelledError:
             waiting.fail(_stopped())
             raise
@@ -265,6 +283,10 @@ class _Process:
             return decode_outcome(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reader.at_eof()
 
     async def status(self) -> int:
         """Return the exit status of a process that has closed its socket."""

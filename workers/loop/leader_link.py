@@ -79,7 +79,7 @@ class LocalLink:
         self._leader.on_message(message, self._clock.now_s())
 
     def next_plans(self) -> Sequence[StepPlan]:
-        """Return the plans of the steps to start, once all messages have been handled."""
+        """Return the plans of the steps to start, after the messages of this round."""
         self._pass_on_compiled()
         self._leader.tick(self._clock.now_s())
         plans = self._leader.next_plans()

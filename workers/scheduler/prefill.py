@@ -100,7 +100,7 @@ class PrefillLeader(DpLeader):
         self._now_s = now_s
         for sequence in self._scheduler.commit(plan, sampled):
             request, first = self._requests[sequence.room], sampled[sequence.room]
-            request.is_computed = True
+            request.is_computed = not first.is_corrupted
             if problem := self.problem_of(first):
                 reason, blame = problem
                 self._fail(request, reason, retryable=False, blame=blame)

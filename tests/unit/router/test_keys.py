@@ -103,7 +103,10 @@ def test_requests_at_once() -> None:
 def test_every_choice_counts() -> None:
     limits = limits_of(4)
     with limits.open(ANN, 3):
-        with limits.open(ANN, 16), pytest.raises(KeyLimitError, match="19 requests are open; allowed: 4"):
+        with (
+            limits.open(ANN, 16),
+            pytest.raises(KeyLimitError, match="19 requests are open; allowed: 4"),
+        ):
             limits.open(ANN).__enter__()
         with limits.open(ANN):
             pass
