@@ -201,7 +201,7 @@ def test_sampled_tokens_are_copied_to_the_host_immediately(monkeypatch: pytest.M
     monkeypatch.setattr(sampler, "draw", draw_on_gpu)
     monkeypatch.setattr(device, "device_of", lambda tensor: GPU if isinstance(tensor, OnGpu) else CPU)
     draws = sampler.begin_sample(some_logits(2), [Sampling(num_logprobs=2)] * 2, {}, [0, 0])
-    assert events == ["copied"] * 4 + ["recorded"]
+    assert events == ["copied"] * 5 + ["recorded"]
     draws.token_ids.zero_()  # as the next step may do
     assert [sampled.token_id for sampled in draws.wait()] == [1, 2]
     assert events[5:] == ["awaited"]
