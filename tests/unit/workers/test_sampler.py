@@ -204,7 +204,7 @@ def test_sampled_tokens_are_copied_to_the_host_immediately(monkeypatch: pytest.M
     assert events == ["copied"] * 5 + ["recorded"]
     draws.token_ids.zero_()  # as the next step may do
     assert [sampled.token_id for sampled in draws.wait()] == [1, 2]
-    assert events[5:] == ["awaited"]
+    assert events[6:] == ["awaited"]
 
 
 LARGE_VOCAB_SIZE, NUM_ROWS = 4096, 1000
