@@ -9,13 +9,16 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from cluster.spec.ids import Room
-from cluster.spec.kv import NO_PAGE
+from cluster.spec.kv import NO_PAGE, pages_for
 from workers.cache.page_allocator import Demand, PageAllocator, PageLists, live_pages
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_request import DecodeRequest
 from workers.scheduler.shares import Shares, Turns
 from workers.scheduler.step_scheduler import StepScheduler
 from workers.scheduler.waiting import Waiting
+
+_MOST_AT_ONCE = 32
+"""Maximum number of requests that get pages in one round while sequences run, since these wait meanwhile."""
 
 
 class _Space(NamedTuple):
@@ -49,6 +52,8 @@ class DecodeQueue:
         self._promised: dict[Room, int] = {}
         """Number of pages reserved for each request that waits in the step scheduler."""
         self._queue = Waiting[DecodeRequest](self._count_held)
+        self._num_growing = 0
+        """Number of free pages left to the running sequences."""
         self._granted: dict[Room, DecodeRequest] = {}
         """Requests that left the queue with pages or a promise, and have not ended."""
         self._ahead: DecodeRequest | None = None
@@ -96,6 +101,7 @@ class DecodeQueue:
         self._promised = {room: pages for room, pages in self._promised.items() if room in holders.waiting}
         preempted = [sequence for sequence in holders.waiting if sequence.room not in self._promised]
         untried = self._queue.untried(self._allocator.num_gains)
+        self._num_growing = self._count_growing() if untried else 0
         is_contested = len({*self._queue.tenants, *(sequence.tenant for sequence in preempted)}) > 1
         held = self._count_held() if is_contested and (untried or preempted) else Shares()
         limit = min((held.used(sequence.tenant) for sequence in preempted), default=math.inf)
@@ -119,6 +125,8 @@ class DecodeQueue:
         granted: list[DecodeRequest] = []
         space: _Space | None = None
         for request in Turns(requests, held):
+            if len(granted) == _MOST_AT_ONCE and self._scheduler.holders.running:
+                break
             if held.used(request.tenant) >= limit and request is not self._ahead:
                 continue
             space = space or self._free_space()
@@ -145,8 +153,21 @@ class DecodeQueue:
         return held
 
     @property
-    def _num_promised(self) -> int:
-        return sum(self._promised.values())
+    def _num_reserved(self) -> int:
+        """Number of free pages that new requests must leave."""
+        return sum(self._promised.values()) + self._num_growing
+
+    def _count_growing(self) -> int:
+        """Return how many pages the running sequences need next.
+
+        If new requests took these too, a sequence that runs would soon be preempted.
+        """
+        num_growing = sum(
+            pages_for(sequence.prompt_len + sequence.submit.stopping.max_tokens - 1, self._page_size)
+            > sequence.kv.num_pages
+            for sequence in self._scheduler.holders.running.values()
+        )
+        return num_growing * self._allocator.lifetimes.num
 
     def _take_fetched(self, now_s: float) -> None:
         for room in list(self._fetching):
@@ -154,7 +175,7 @@ class DecodeQueue:
                 self._queue.add(self._fetching.pop(room))
 
     def _free_space(self) -> _Space:
-        oldest, num_free = self._queue.oldest, self._allocator.num_free - self._num_promised
+        oldest, num_free = self._queue.oldest, self._allocator.num_free - self._num_reserved
         assert oldest is not None
         return _Space(num_free, oldest, self._count_new(oldest))
 
@@ -169,8 +190,8 @@ class DecodeQueue:
         # This check comes first, since it is cheaper than asking the allocator.
         if _total(demands) > space.num_free:
             return None
-        promised = (self._num_promised, 0)
-        return held if self._allocator.can_allocate([*demands, promised], live_pages(held)) else None
+        reserved = (self._num_reserved, 0)
+        return held if self._allocator.can_allocate([*demands, reserved], live_pages(held)) else None
 
     def _give_pages(self, request: DecodeRequest, held: PageLists) -> None:
         """Allocate a request's pages, or reserve them if the step scheduler will allocate them."""

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cluster.spec.ids import Role, Room
-from cluster.spec.messages import Output
+from cluster.spec.messages import Message, Output
 from cluster.spec.sampling import Sampled, Stopping
 from cluster.spec.step_messages import StepPlan
+from cluster.spec.transfer_messages import Ticket
 from tests.fakes.leader_pair import LeaderPair
 from tests.fakes.paged_ranks import PAGE_SIZE
 from tests.fakes.prefill_steps import PrefillSteps
@@ -186,6 +187,10 @@ class DecodeOnly:
         self._take(self.pair.deliver(Role.DECODE, replace(submit, prefill=None)))
         return submit.room
 
+    def count_tickets(self, *messages: Message) -> int:
+        """Return for how many requests the leader asks prefill when these messages arrive."""
+        return sum(isinstance(said, Ticket) for said in self.pair.deliver(Role.DECODE, *messages))
+
     def run_step(self) -> None:
         decode = self.pair.decode
         plan, decode.outgoing, self.num_steps = decode.next_plan(), [], self.num_steps + 1
@@ -234,6 +239,24 @@ def test_a_tenant_with_more_pages_does_not_overtake_a_large_request() -> None:
         while room not in steps.ended:
             steps.run_step()
             assert steps.num_steps - before <= 50
+
+
+@pytest.mark.parametrize(("max_tokens", "is_granted"), [(2, True), (3, False)])
+def test_new_requests_leave_a_page_to_a_sequence_that_outgrows_its_own(max_tokens: int, is_granted: bool) -> None:
+    steps = DecodeOnly(8)
+    steps.submit("first", 2, max_tokens)
+    steps.run_step()
+    assert steps.count_tickets(steps.pair.submit([1] * 6 * PAGE_SIZE)) == is_granted
+
+
+@pytest.mark.parametrize(("is_running", "counts"), [(False, [40, 0]), (True, [32, 8])])
+def test_requests_get_pages_in_several_rounds_while_a_sequence_runs(is_running: bool, counts: list[int]) -> None:
+    steps = DecodeOnly(100)
+    if is_running:
+        steps.submit("first", 2, 8)
+        steps.run_step()
+    submits = [steps.pair.submit([number] * PAGE_SIZE) for number in range(40)]
+    assert [steps.count_tickets(*submits), steps.count_tickets()] == counts
 
 
 def test_the_tenant_with_the_most_pages_per_weight_is_preempted_but_not_the_oldest_sequence() -> None:
