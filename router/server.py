@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import gc
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -39,8 +38,6 @@ from router.state_metrics import StateMetrics
 Watch = Callable[[str, str, Callable[[], float]], AsyncIterator[TableSnapshot | None]]
 """Function (bootstrap URL, token, maximum wait) that returns an endless stream of the table's answers."""
 
-_NEW_OBJECTS = 10_000
-"""Number of new objects after which the garbage collector runs; a request creates a few hundred."""
 _CLOSE_S = 1
 """Maximum time to finish responses when the router stops."""
 _TABLE_S = 0.02
@@ -206,16 +203,6 @@ class RouterServer:
         async for snapshot in self._watch(meeting.bootstrap_url, meeting.token, lambda: relay.watch_s):
             relay.on_table(snapshot)
         raise RuntimeError("the task that watches the bootstrap table ended")
-
-
-def freeze_loaded_objects() -> None:
-    """Exclude all current objects from garbage collection, in a process that runs only a router.
-
-    Otherwise the collector traverses them several times per second, while requests wait.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_NEW_OBJECTS, 20, 20)
 
 
 class _Running:

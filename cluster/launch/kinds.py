@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.logs import ProcessLog, set_up_logs
+from cluster.processes import freeze_loaded_objects
 from cluster.spec.config import DeployConfig, Device
 from cluster.spec.env import ADMIN_KEY, API_KEYS, take_secrets
 from cluster.spec.ids import Incarnation
@@ -66,7 +67,9 @@ class WorkerActor(_LoggingActor):
         return self._built.open_store()
 
     def load(self, store: str) -> RankRecord:
-        return self._built.load(store)
+        record = self._built.load(store)
+        freeze_loaded_objects()
+        return record
 
     def run(self, records: list[RankRecord]) -> None:
         """Run the worker, then release its resources; a hanging loop ends the process."""
@@ -103,7 +106,7 @@ class RouterActor(_LoggingActor):
     def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str, str]:
         """Start serving; return the base URL, this process's own URL, and the channel address for Drain."""
         from cluster.channel import Inbox
-        from router.server import RouterServer, freeze_loaded_objects
+        from router.server import RouterServer
         from workers.models.resolve import DESCRIPTION, resolve_model
 
         folder = resolve_model(model, DESCRIPTION)

@@ -5,11 +5,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from cluster.processes import freeze_loaded_objects
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.worker_spec import ALONE, Rendezvous, RouterShare
-from router.server import RouterServer, freeze_loaded_objects
+from router.server import RouterServer
 
 
 class RouterHost:
