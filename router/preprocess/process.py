@@ -4,6 +4,7 @@ The kernel ends it if a body takes too much time or memory. From its exit status
 it starts another process.
 """
 
+import os
 import resource
 import signal
 import socket
@@ -28,6 +29,8 @@ GRAMMAR_S = 1.0
 """Maximum processor time for the grammar of one body, which the replicas also have to compile."""
 MEMORY_BYTES = 4 << 30
 """Maximum memory of one process. A text of four million tokens takes 1.5 GiB."""
+_NICENESS = 5
+"""Niceness, so that the requests that run go on while bodies are read on a machine without free cores."""
 _MEMORY = f"the body takes more than {MEMORY_BYTES >> 30} GiB of memory to read; allowed: a shorter one"
 _PROBLEMS: Mapping[int, str] = {
     signal.SIGPROF: f"the body takes more than {TIME_S:g} s of processor time to read; allowed: a shorter one",
@@ -71,6 +74,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the driver, which stops everything else
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(_NICENESS)
     with socket.socket(fileno=0) as channel:
         messages = _messages(channel)
         setup = decode_job(next(messages))
