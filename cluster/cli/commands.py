@@ -48,6 +48,11 @@ def status(
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{cluster.name}   {endpoint}   model {cluster.model}   driver {cluster.process.pid}", markup=False)
     console.print(f"logs: {cluster.logs}", markup=False)
+    if cluster.ray_environ:
+        variables = " ".join(f"{name}={value}" for name, value in cluster.ray_environ.items())
+        console.print(f"ray tools: export {variables}", markup=False)
+    if cluster.ray_dashboard:
+        console.print(f"ray dashboard: {cluster.ray_dashboard}", markup=False)
     if snapshot is None:
         console.print("the bootstrap service does not respond; it may be starting or restarting")
     else:
@@ -90,6 +95,8 @@ def _json(cluster: RunningCluster, snapshot: TableSnapshot | None, troubles: lis
         "router_url": cluster.router_url,
         "bootstrap_url": cluster.bootstrap_url,
         "logs": cluster.logs,
+        "ray_environ": cluster.ray_environ,
+        "ray_dashboard": cluster.ray_dashboard,
         "not_running": troubles,
         "table": snapshot,
     }

@@ -25,6 +25,10 @@ class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the log files of this start."""
     token: str
     """Bearer token of the bootstrap service."""
+    ray_environ: dict[str, str] = {}
+    """Environment variables with which Ray's own tools reach the cluster. Empty until Ray is ready."""
+    ray_dashboard: str = ""
+    """Address of Ray's dashboard; empty if it has none."""
 
 
 class Note:
@@ -45,7 +49,7 @@ class Note:
         finally:
             fresh.unlink()
 
-    def update(self, **changes: str) -> None:
+    def update(self, **changes: str | dict[str, str]) -> None:
         with self._lock:
             self.cluster = msgspec.structs.replace(self.cluster, **changes)
             self._write(self.cluster).replace(self._path)

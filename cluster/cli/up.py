@@ -20,7 +20,7 @@ from cluster.cli.stop_signals import StopSignals
 from cluster.log_files import LogSession
 from cluster.logs import ProcessLog, set_up_logs
 from cluster.processes import share_heap, this_process
-from cluster.ray_environ import set_for_own_cluster
+from cluster.ray_system.environ import set_for_own_cluster
 from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.env import TOKEN, take_secrets
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cluster.cli.start import StartProgress
     from cluster.launch.launcher import Launcher
     from cluster.launch.tools import Tools
-    from cluster.ray_adapter import RaySystem
+    from cluster.ray_system.adapter import RaySystem
     from cluster.spec.registry import TableSnapshot
     from cluster.supervisor.loop import Supervisor
 
@@ -108,14 +108,21 @@ def _run(config: DeployConfig, session: LogSession, address: str | None, worker_
         progress.stage("ray", "joining" if address else "starting")
         if not address:
             set_for_own_cluster()
-        from cluster.ray_adapter import RaySystem
+        from cluster.ray_system.adapter import RaySystem
 
         signals.check()
         if address:  # the Ray cluster is not ours to stop
             signals.leave_at_second(partial(_leave, note, progress))
-        with RaySystem(f"baton-{config.name}", address, _num_cpus(config), worker_logs) as system:
+        with RaySystem(
+            f"baton-{config.name}",
+            address,
+            _num_cpus(config),
+            worker_logs=worker_logs,
+            has_dashboard=config.resources.ray_dashboard,
+        ) as system:
             signals.check()
             progress.stage("ray", "ready")
+            note.update(ray_environ=system.environ, ray_dashboard=system.dashboard_url)
             _check_alone(system, config.name)
             if address:  # no machine can join a Ray cluster that we have started
                 await_room(system, config, progress.line, signals.check)

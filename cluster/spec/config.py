@@ -290,6 +290,8 @@ class ResourcesConfig(Node):
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
     """Exchange of tokens between expert ranks; `auto` uses whichever moves fewer bytes, but on GPUs `gather` for
     up to 4,096 tokens."""
+    ray_dashboard: Annotated[bool, Field(strict=True)] = False
+    """Start Ray's dashboard too if `baton up` starts Ray; `ray list` needs it. `baton status` shows its address."""
     start_timeout_s: PositiveSeconds = 300.0
     """Seconds to wait for all replicas to be ready once their machines have the model's files; in an existing Ray
     cluster, also the limit on the wait for machines with enough resources."""

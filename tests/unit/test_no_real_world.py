@@ -8,7 +8,7 @@ import pytest
 import torch
 import zmq
 
-from cluster.ray_environ import set_for_own_cluster
+from cluster.ray_system.environ import set_for_own_cluster
 from tests.unit.conftest import ReachedOutsideError
 
 # Ray reads its environment once, on import. Other tests of this process start a cluster with it.

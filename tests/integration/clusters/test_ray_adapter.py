@@ -1,6 +1,7 @@
 """Real Ray: a cluster without models starts, loses a rank, restarts the replica, and leaves nothing behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,13 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 from cluster.actors import Bundle
 from cluster.bootstrap.client import BootstrapClient
 from cluster.launch.tools import Tools
 from cluster.processes import ProcessId, is_alive, this_process, wait_gone
-from cluster.ray_environ import set_for_own_cluster
+from cluster.ray_system.environ import set_for_own_cluster
 from cluster.spec.config import DeployConfig, ParallelConfig, PrefillConfig, ResourcesConfig
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 from cluster.spec.ids import ReplicaId
@@ -26,7 +28,7 @@ from tests.fakes.launching import Driver
 from tests.fakes.members import QuietRouter, QuietWorker
 
 if TYPE_CHECKING:
-    from cluster.ray_adapter import RaySystem
+    from cluster.ray_system.adapter import RaySystem
 
 pytestmark = pytest.mark.integration
 
@@ -42,10 +44,10 @@ WAIT_S = 60.0
 @pytest.fixture(scope="module")
 def ray_system() -> Iterator["RaySystem"]:
     set_for_own_cluster()
-    from cluster.ray_adapter import RaySystem
+    from cluster.ray_system.adapter import RaySystem
 
     others = set(_children())
-    with RaySystem("baton-quiet", None, num_cpus=2, worker_logs=False) as system:
+    with RaySystem("baton-quiet", None, num_cpus=2, worker_logs=False, has_dashboard=True) as system:
         yield system
         temp_dir = system.temp_dir
         assert temp_dir is not None
@@ -114,7 +116,28 @@ def test_ray_can_be_reached_by_this_machine_and_account_only(ray_system: "RaySys
     assert listened_hosts({process.pid for process in _children()}) == {"127.0.0.1"}
     assert ray_system.temp_dir is not None
     assert ray_system.temp_dir.stat().st_mode & 0o777 == 0o700
-    assert [folder.name for folder in ray_system.temp_dir.iterdir()] == ["ray"]
+    assert {each.name: each.stat().st_mode & 0o077 for each in ray_system.temp_dir.iterdir() if each.name != "ray"} == {
+        "token": 0
+    }
+    ray_system.kill([actor], WAIT_S)
+
+
+def test_rays_own_tools_reach_the_cluster(ray_system: "RaySystem") -> None:
+    actor = ray_system.start(Plain, ["hello"], name="seen", title="seen", bundle=None)
+    ray_system.call(actor, "process").result(WAIT_S)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+
+    def ask(*command: str) -> str:
+        command = (str(Path(sys.executable).with_name("ray")), *command)
+        environ = plain | ray_system.environ
+        return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=WAIT_S).stdout
+
+    assert "2.0 CPU" in ask("status")
+    assert re.search(r"\bPlain\b.*\bALIVE\b.*\bseen\b", ask("list", "actors"))
+    token = Path(ray_system.environ["RAY_AUTH_TOKEN_PATH"]).read_text()
+    page = f"{ray_system.dashboard_url}/api/version"
+    assert httpx.get(page).status_code == 401
+    assert httpx.get(page, headers={"Authorization": f"Bearer {token}"}).status_code == 200
     ray_system.kill([actor], WAIT_S)
 
 
@@ -148,23 +171,24 @@ def test_errors_are_returned_as_raised(ray_system: "RaySystem") -> None:
 LATE = """
 import sys
 from pathlib import Path
-from cluster.ray_environ import set_for_own_cluster
+from cluster.ray_system.environ import set_for_own_cluster
 set_for_own_cluster()
-from cluster import ray_adapter
+from cluster.ray_system import adapter
 from cluster.spec.errors import BatonError
 
-start, num_late, folders = ray_adapter._init_here, int(sys.argv[1]), []
+start, num_late, folders = adapter.start_ray, int(sys.argv[1]), []
 
-def late(num_cpus, temp_dir, common):
+def late(num_cpus, temp_dir, guard, common, has_dashboard):
     folders.append(temp_dir)
-    if num_late < ray_adapter.START_TRIES:
-        start(num_cpus, temp_dir, common)
+    if num_late < adapter.START_TRIES:
+        start(num_cpus, temp_dir, guard, common, has_dashboard=has_dashboard)
     if len(folders) <= num_late:
         raise Exception("The current node timed out.\\nMore.")
+    return ""
 
-ray_adapter._init_here = late
+adapter.start_ray = late
 try:
-    with ray_adapter.RaySystem("baton-late", None, num_cpus=1, worker_logs=False) as system:
+    with adapter.RaySystem("baton-late", None, num_cpus=1, worker_logs=False) as system:
         print(len(system.machines()), "machine after", len(folders), [folder.exists() for folder in folders])
 except BatonError as error:
     print(error)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 _TEMP_ROOT = Path("/tmp")
 """Parent of the temporary folder; not TMPDIR, because Ray's socket paths must be short."""
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Variable that Linux needs too: even when given an address, Ray uses loopback only if no other machine may join."""
 _TEMP_NAME = re.compile(r"baton-ray-(\d+)-\w+")
 
 
@@ -25,11 +27,33 @@ def set_for_own_cluster() -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # Needed on Linux too: even when given an address, Ray uses loopback only if no other machine may join.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ.setdefault(_CLUSTERS, "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("MALLOC_ARENA_MAX", "1")
+
+
+def tool_environ(address: str, temp_dir: Path | None) -> dict[str, str]:
+    """Return the environment variables with which Ray's own tools reach the cluster at an address.
+
+    The token of a cluster that Baton has started is written to a file in its folder. For any other cluster, the tools
+    need what the user has set already.
+    """
+    found = {"RAY_ADDRESS": address}
+    if temp_dir is None:
+        return found
+    found[_CLUSTERS] = os.environ[_CLUSTERS]
+    if os.environ["RAY_AUTH_MODE"] != "token":
+        return found
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or str(_write_token(temp_dir))
+    return found | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": path}
+
+
+def _write_token(folder: Path) -> Path:
+    path = folder / "token"
+    path.touch(mode=0o600)
+    path.write_text(os.environ["RAY_AUTH_TOKEN"])
+    return path
 
 
 def make_temp_dir() -> Path:

@@ -1,4 +1,4 @@
-"""Baton's processes as Ray actors. The only file that imports ray; the classes it turns into actors are plain Python.
+"""Baton's processes as Ray actors. The classes it turns into actors are plain Python.
 
 The driver owns every actor and placement group, and none is detached: when the driver ends, for whatever reason, Ray
 reaps them all.
@@ -6,22 +6,18 @@ reaps them all.
 
 import atexit
 import logging
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import ray
 import ray._private.auto_init_hook as ray_auto_init
-import ray._private.services as ray_services
-import ray._private.utils as ray_utils
 import ray._private.worker as ray_worker
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -29,21 +25,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cluster.actors import Actor, Bundle, Demand, Machine, Reservation, describe_room
 from cluster.processes import Guard, ProcessId, is_alive, kill_all, this_process
-from cluster.ray_daemons import RayDaemons
-from cluster.ray_environ import make_temp_dir
+from cluster.ray_system.daemons import RayDaemons
+from cluster.ray_system.environ import make_temp_dir, tool_environ
+from cluster.ray_system.start import first_line, join_ray, start_ray
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 
-OBJECT_STORE_BYTES = 100_000_000
-"""Size of Ray's object store, which holds a few call arguments but no requests, tokens or KV."""
-
 START_TRIES = 2
-
 SHUTDOWN_S = 8.0
 """Time for Ray's orderly shutdown, which takes about two seconds, or a minute if one of its daemons has died."""
 AT_ONCE_S = 0.5
 _KILL_S = 5.0
-PROBE_S = 5.0
-"""Timeout of the check that something is listening at the address of an existing Ray cluster."""
 
 _HEAD_GONE_S = 2.0
 _OTHERS_HEAD_GONE_S = 30.0
@@ -70,16 +61,19 @@ class RayReservation:
 class RaySystem:
     """Connection to one Ray cluster, as a context manager that cleans up after itself."""
 
-    def __init__(self, namespace: str, address: str | None, num_cpus: int, worker_logs: bool) -> None:
+    def __init__(
+        self, namespace: str, address: str | None, num_cpus: int, *, worker_logs: bool, has_dashboard: bool = False
+    ) -> None:
         """Join the cluster at an address, or start one on this machine.
 
-        Ray's environment variables must be set before this module is imported; see ray_environ.
+        Ray's environment variables must be set before this module is imported; see ``environ``.
 
         Args:
             namespace: Ray namespace of the actors' names; a second cluster with the same name finds them there.
             address: for example ``127.0.0.1:6379`` or ``auto``; None starts a cluster.
             num_cpus: number of logical CPUs of a cluster started here; may exceed the machine's.
             worker_logs: True to show the actors' output.
+            has_dashboard: True to start Ray's dashboard in a cluster started here.
 
         Raises:
             UserError: no cluster responds at the address.
@@ -87,6 +81,10 @@ class RaySystem:
         """
         self.temp_dir: Path | None = None
         """Folder for sockets and logs of a cluster started here, accessible only to this account."""
+        self.dashboard_url = ""
+        """Address of Ray's dashboard; empty if it has none."""
+        self.environ: dict[str, str] = {}
+        """Environment variables with which Ray's own tools reach the cluster."""
         self.is_urgent = False
         """True if ``shutdown`` should skip Ray's orderly shutdown."""
         self._guard: Guard | None = None
@@ -97,12 +95,13 @@ class RaySystem:
         common = {"namespace": namespace, "log_to_driver": worker_logs, "logging_level": logging.ERROR}
         try:
             if address:
-                _join(address, common)
+                self.dashboard_url = join_ray(address, common)
             else:
-                self._start_ray(num_cpus, common)
+                self._start_ray(num_cpus, common, has_dashboard)
             if (node := ray_worker._global_node) is not None:
                 head_gone_s = _OTHERS_HEAD_GONE_S if address else _HEAD_GONE_S
                 self._daemons = RayDaemons(node.gcs_address, node.raylet_socket_name, head_gone_s)
+                self.environ = tool_environ(node.gcs_address, self.temp_dir)
         except BaseException:
             self.shutdown()
             raise
@@ -221,15 +220,16 @@ class RaySystem:
         if leaving.is_alive():
             atexit.unregister(ray_worker.shutdown)  # at exit, it would wait again for daemons that are gone
 
-    def _start_ray(self, num_cpus: int, common: dict[str, Any]) -> None:
+    def _start_ray(self, num_cpus: int, common: dict[str, Any], has_dashboard: bool) -> None:
         """Start Ray, with one retry: on a busy machine, Ray's daemons may take longer than the 30 s that Ray waits."""
         begun_s = time.monotonic()
         for tries_left in reversed(range(START_TRIES)):
             self.temp_dir = make_temp_dir()
             self._guard = Guard(self.temp_dir)
             try:
-                with _signals_kept(), _own_import_path(), _daemons_apart(self._guard):
-                    _init_here(num_cpus, self.temp_dir, common)
+                self.dashboard_url = start_ray(
+                    num_cpus, self.temp_dir, self._guard, common, has_dashboard=has_dashboard
+                )
                 return
             except Exception as exc:  # Ray has no exception class for a start timeout
                 if not tries_left:
@@ -261,84 +261,9 @@ class RaySystem:
             return False  # the machine does not respond, so nothing is proven
 
 
-def _join(address: str, common: dict[str, Any]) -> None:
-    try:
-        _probe(address)
-        with _signals_kept(), _own_import_path():
-            ray.init(address, **common)
-    except UserError:
-        raise
-    except Exception as exc:  # Ray's exception class depends on the kind of address
-        raise UserError(f"Ray at {address} cannot be used: {_first_line(exc)}") from exc
-
-
-def _probe(address: str) -> None:
-    """Check that something is listening, because Ray would keep trying for ten minutes.
-
-    Raises UserError or Ray's own error.
-    """
-    target = ray_services.canonicalize_bootstrap_address(address.removeprefix("ray://"))
-    if target is None:
-        return  # Ray would start a cluster
-    host, _, port = target.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), port), PROBE_S).close()
-    except OSError as exc:
-        why = f"{target}: {exc.strerror or exc}; allowed: host:port of a running Ray head node, or auto"
-        raise UserError(f"Ray at {address} cannot be used: {why}") from exc
-
-
-def _init_here(num_cpus: int, temp_dir: Path, common: dict[str, Any]) -> None:
-    ray.init(
-        "local",
-        num_cpus=num_cpus,
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        _temp_dir=f"{temp_dir}/ray",  # Ray makes its folder writable by every account
-        **common,
-    )
-
-
 def _not_started(error: Exception, waited_s: float) -> str:
-    waited = f"Ray did not start within {waited_s:.0f} s in {START_TRIES} attempts ({_first_line(error)})"
+    waited = f"Ray did not start within {waited_s:.0f} s in {START_TRIES} attempts ({first_line(error)})"
     return f"{waited}; try again when this machine is less busy, or check it with `baton doctor`"
-
-
-def _signals_kept() -> AbstractContextManager[None]:
-    """Keep the driver's own signal handlers: Ray's would raise SystemExit at any point, possibly with locks held."""
-    return _replaced(ray_utils, "set_sigterm_handler", lambda _: None)
-
-
-def _own_import_path() -> AbstractContextManager[None]:
-    """Let actors import from where Baton is installed. Ray would put the current folder first, with any router.py."""
-    return _replaced(os.path, "curdir", str(Path(__file__).parents[1]))
-
-
-def _daemons_apart(guard: Guard) -> AbstractContextManager[None]:
-    """Start Ray's daemons in their own sessions, and register the sessions with the guard.
-
-    Signals from the terminal, or sent to the driver's process group, then reach only the driver, which needs the
-    daemons for an orderly shutdown. A session also identifies processes whose parent has died.
-    """
-    services: Any = ray_services
-    theirs = services.ConsolePopen
-
-    def start(*args: Any, **options: Any) -> Any:
-        daemon = theirs(*args, start_new_session=True, **options)
-        guard.watch(daemon.pid)
-        return daemon
-
-    return _replaced(services, "ConsolePopen", start)
-
-
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    theirs = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, theirs)
 
 
 _print_to_stdstream = ray_worker.print_to_stdstream
@@ -386,11 +311,7 @@ def _error(name: str, error: BaseException) -> BaseException:
         if isinstance(cause, Exception):
             cause.add_note(str(error))
             return cause
-        return BatonError(f"{name}: {_first_line(error)}")
+        return BatonError(f"{name}: {first_line(error)}")
     if isinstance(error, RayError):
         return PeerUnreachableError(f"the process of {name} died")
     return error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
