@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from cluster.machine_memory import MachineMemory, machine_memory
+from cluster.spec.env import CACHE_DIR
+from cluster.spec.errors import UserError
 from cluster.spec.memory import GIB
 from workers.native.compile import CannotCompileError, find_compiler
 
@@ -70,7 +73,7 @@ def check_ray(environ: Mapping[str, str] = os.environ, home: Path | None = None)
     version = installed_version("ray")
     if version is None:
         return Finding("ray", Status.FAIL, "not installed", "run `make venv`")
-    default_path = (home or Path.home()) / ".ray" / "auth_token"
+    default_path = (home or Path("~").expanduser()) / ".ray" / "auth_token"
     token_path = Path(environ.get("RAY_AUTH_TOKEN_PATH", default_path))
     has_token = "RAY_AUTH_TOKEN" in environ or token_path.is_file()
     mode = environ.get("RAY_AUTH_MODE", "").lower()
@@ -122,6 +125,22 @@ def check_port(address: tuple[str, int] = ENDPOINT) -> Finding:
     return Finding("port", Status.OK, f"{address[0]}:{address[1]} is free")
 
 
+def check_cache(folder: Path | None = None) -> Finding:
+    """Check that the folder for logs, built checkpoints and compiled kernels can be written, without creating it."""
+    try:
+        folder = folder or CACHE_DIR.get()
+    except UserError as error:
+        return Finding("cache", Status.FAIL, str(error), "set BATON_CACHE_DIR")
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free_gib = shutil.disk_usage(nearest).free / GIB
+    found = f"{folder}, {free_gib:.1f} GiB free"
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        return Finding("cache", Status.FAIL, f"{nearest} cannot be written", "set BATON_CACHE_DIR to another folder")
+    if free_gib < 1:
+        return Finding("cache", Status.WARN, found, "free at least 1 GiB, or set BATON_CACHE_DIR to another folder")
+    return Finding("cache", Status.OK, found)
+
+
 def check_attention() -> Finding:
     """Check whether the CPU supports native bf16 attention, which is twice as fast as plain torch."""
     try:
@@ -170,6 +189,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_mooncake,
     check_port,
     check_memory,
+    check_cache,
     check_attention,
 )
 

@@ -4,6 +4,8 @@ import contextlib
 import json
 import logging
 import shlex
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,12 +19,14 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
+import cluster
 from cluster.machine_memory import MachineMemory, machine_memory
 from cluster.planner.memory import memory_lack, model_problems
 from cluster.planner.model import ModelFacts, facts_of
 from cluster.spec.config import DeployConfig, Device, TransferBackendName
 from cluster.spec.errors import BatonError, ConfigError, UserError
 from cluster.spec.memory import GIB
+from cluster.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +84,22 @@ def check_model(
     resources, one_machine = config.resources, config.transfer.backend is TransferBackendName.SHARED_MEMORY
     if one_machine and resources.device is Device.CPU and resources.machine_memory_gib is None:
         _check_machine(config, model, say, memory or machine_memory())
+
+
+def check_files(folder: Path) -> None:
+    """Check a model's tokenizer, and its weights in a process of their own, because this one does not load torch.
+
+    Raises:
+        UserError: a file is missing or damaged, or the weights are not those of config.json.
+    """
+    Tokenizer(folder)
+    command = [sys.executable, "-m", "workers.engine.weights", str(folder)]
+    root = Path(cluster.__file__).parents[1]
+    done = subprocess.run(command, cwd=root, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode == 2:
+        raise UserError(done.stderr.strip())
+    if done.returncode:
+        raise BatonError(f"the check of the weights in {folder} failed: {done.stderr.strip()}")
 
 
 def _check_machine(config: DeployConfig, model: ModelFacts, say: Callable[[str], None], memory: MachineMemory) -> None:

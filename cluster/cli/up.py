@@ -23,7 +23,7 @@ from cluster.processes import share_heap, this_process
 from cluster.ray_system.environ import set_for_own_cluster
 from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig
-from cluster.spec.env import TOKEN, take_secrets
+from cluster.spec.env import TOKEN, check_environ, take_secrets
 from cluster.spec.errors import BatonError, ConfigError, Problem, SystemLostError, UserError
 from cluster.spec.ids import Incarnation
 from cluster.spec.loader import DEFAULT_FILE, load_config
@@ -58,6 +58,7 @@ def up(
 ) -> None:
     """Start the cluster described by a deploy YAML and keep it running until Ctrl-C or `baton down`."""
     config = load_config(file, overrides(changes or [], model))
+    check_environ()
     _check_port(config)
     session = LogSession.new(config.name)
     try:
@@ -227,12 +228,16 @@ def _announce(launcher: "Launcher", config: DeployConfig, note: Note, progress: 
 
 def _resolve(config: DeployConfig, progress: "StartProgress") -> str:
     """Download and check the model for a cluster on this machine; return its folder."""
-    from cluster.cli.start import check_model
+    from cluster.cli.start import check_files, check_model
+    from workers.models.recall_weights import BUILT_IN
     from workers.models.resolve import resolve_model
 
     progress.stage("model", "searching")
     folder = resolve_model(config.model.path).absolute()
     check_model(config, folder, progress.line)
+    if config.model.path not in BUILT_IN:
+        progress.stage("model", "checking the files")
+        check_files(folder)
     progress.stage("model", "ready")
     return str(folder)
 

@@ -41,6 +41,9 @@ class EnvVar(Generic[Value]):
             raise UserError(f"{self.name}: got {self.show(text)}; allowed: {self.allowed}") from exc
 
 
+_ALLOWED_FOLDER = "the absolute path of a folder"
+
+
 def _absolute_folder(text: str) -> Path:
     folder = Path(text).expanduser()
     if not folder.is_absolute() or (folder.exists() and not folder.is_dir()):
@@ -49,8 +52,13 @@ def _absolute_folder(text: str) -> Path:
 
 
 def _default_cache(environ: Mapping[str, str]) -> Path:
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "baton"
+    if base := environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "baton"
+    try:
+        return Path.home() / ".cache" / "baton"
+    except RuntimeError as error:
+        message = f"BATON_CACHE_DIR: not set, and this account has no home folder; allowed: {_ALLOWED_FOLDER}"
+        raise UserError(message) from error
 
 
 _ALLOWED_TOKEN = "8 or more printable ASCII characters without a space"
@@ -68,8 +76,8 @@ def _length(text: str) -> str:
 
 CACHE_DIR = EnvVar(
     name="BATON_CACHE_DIR",
-    sentence="Folder for built checkpoints and compiled kernels.",
-    allowed="the absolute path of a folder",
+    sentence="Folder for logs, built checkpoints and compiled kernels.",
+    allowed=_ALLOWED_FOLDER,
     parse=_absolute_folder,
     default=_default_cache,
 )
@@ -99,6 +107,12 @@ API_KEYS: EnvVar[tuple[str, ...]] = EnvVar(
 )
 ALL: tuple[EnvVar[Any], ...] = (CACHE_DIR, TOKEN, ADMIN_KEY, API_KEY, API_KEYS)
 _SECRETS = (TOKEN, ADMIN_KEY, API_KEY, API_KEYS)
+
+
+def check_environ() -> None:
+    """Raise UserError if a variable of this process has a value that is not allowed."""
+    for variable in ALL:
+        variable.get()
 
 
 def take_secrets() -> dict[str, str]:

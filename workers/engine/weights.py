@@ -1,7 +1,11 @@
-"""Model weights: a rank's shards of the tensors in a folder's safetensors files, or random weights."""
+"""Model weights: a rank's shards of the tensors in a folder's safetensors files, or random weights.
+
+``python -m workers.engine.weights FOLDER`` checks a folder: the exit code is 2 if it cannot be loaded.
+"""
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -89,10 +93,10 @@ class StoredTensor:
 
 def _fill(model: DecoderModel, config: DecoderConfig, folder: Path) -> None:
     expected, stored, copies = model.weights(), stored_tensors(folder), config.copies
-    others = {name for name in stored.keys() - expected if name not in copies and not config.is_ignored(name)}
-    # Compute the names of other ranks' weights only if needed.
-    elsewhere = others and others & _all_names(config)
-    _check_fit(folder, expected, stored, unexpected=others - elsewhere)
+    # Other ranks' weights are built only if needed.
+    if others := _others(config, expected, stored):
+        others -= _whole_model(config).weights().keys()
+    _check_fit(folder, expected, stored, unexpected=others)
     for file in sorted({tensor.file for tensor in stored.values()}):
         with _open_tensors(file) as tensors:
             for name, part in expected.items():
@@ -103,11 +107,28 @@ def _fill(model: DecoderModel, config: DecoderConfig, folder: Path) -> None:
             _check_copy(copy, stored[copy], original, expected[original])
 
 
-def _all_names(config: DecoderConfig) -> set[str]:
-    """Return the names of all weights, including those of other ranks."""
+def check_weights(folder: Path) -> None:
+    """Check that the tensors in a folder are those of its config.json, without reading their values.
+
+    Raises:
+        UnsupportedModelError: the engine cannot run the model.
+        CheckpointError: files are missing or damaged, or tensors are missing, unexpected or have the wrong shape.
+    """
+    config = read_model_config(folder)
+    expected, stored = _whole_model(config).weights(), stored_tensors(folder)
+    _check_fit(folder, expected, stored, unexpected=_others(config, expected, stored))
+
+
+def _others(config: DecoderConfig, expected: Collection[str], stored: Collection[str]) -> set[str]:
+    """Return the stored tensors that are not expected and do not belong to every checkpoint of the kind."""
+    names = set(stored) - set(expected)
+    return {name for name in names if name not in config.copies and not config.is_ignored(name)}
+
+
+def _whole_model(config: DecoderConfig) -> DecoderModel:
+    """Return the model of all ranks, without memory for its weights."""
     with torch.device("meta"):
-        whole = DecoderModel(config, dtype=torch.float32, device=CPU)
-    return set(whole.weights())
+        return DecoderModel(config, dtype=torch.float32, device=CPU)
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -126,7 +147,9 @@ def _weight_files(folder: Path) -> list[Path]:
     if single.exists():
         return [single]
     if not index.exists():
-        raise CheckpointError(f"{folder} contains no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        found = f"; found: {_shortened(others)}, which Baton does not read" if others else ""
+        raise CheckpointError(f"{folder} contains no weights: neither {SINGLE_FILE} nor {INDEX_FILE}{found}")
     try:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         present = {path.name for path in folder.iterdir()}
@@ -189,3 +212,15 @@ def random_model(config: DecoderConfig, dtype: torch.dtype, device: Device) -> D
         else:
             parameter.fill_(1)
     return model
+
+
+def main() -> None:
+    try:
+        check_weights(Path(sys.argv[1]))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,11 +21,16 @@ def resolve_model(path: str, files: Sequence[str] = EVERYTHING) -> Path:
         files: patterns of the files to download.
 
     Raises:
-        UserError: the path is none of these, or the repository cannot be fetched.
+        UserError: the path is none of these, the repository cannot be fetched, or the folder for built-in models
+            cannot be written.
     """
     if path in BUILT_IN:
         folder = CACHE_DIR.get() / f"{path}-{VERSION}"
-        build_recall_checkpoint(folder, has_experts=BUILT_IN[path])
+        try:
+            build_recall_checkpoint(folder, has_experts=BUILT_IN[path])
+        except OSError as error:
+            where = f"{folder.parent}: {error.strerror or error}"
+            raise UserError(f"BATON_CACHE_DIR: cannot write to {where}; allowed: a folder with free space") from error
         return folder
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -41,11 +46,13 @@ def resolve_model(path: str, files: Sequence[str] = EVERYTHING) -> Path:
 def _download(repository: str, files: Sequence[str]) -> Path:
     # A local folder does not need this library, which is slow to import.
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(repository, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
+        offline = "offline? " if isinstance(error, LocalEntryNotFoundError) else ""
         raise UserError(
-            f"model {repository!r} is not a local folder and cannot be fetched from Hugging Face ({reason})"
+            f"model {repository!r} is not a local folder and cannot be fetched from Hugging Face ({offline}{reason})"
         ) from error

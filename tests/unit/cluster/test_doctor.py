@@ -1,9 +1,11 @@
 """Findings of `baton doctor`, good and bad, on fake machines."""
 
 import json
+import shutil
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -82,6 +84,18 @@ def test_port(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory() -> None:
     assert doctor.check_memory(MachineMemory(total=0, available=8 << 30)).found == "8.0 GiB available"
     assert doctor.check_memory(MachineMemory(total=0, available=1 << 30)).status is Status.WARN
+
+
+def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "new" / "cache"
+    assert doctor.check_cache(folder).found.startswith(f"{folder}, ")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new").touch()
+    assert doctor.check_cache(folder).found == f"{tmp_path}/new cannot be written"
+    monkeypatch.setenv("BATON_CACHE_DIR", "here")
+    assert doctor.check_cache().status is Status.FAIL
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    assert doctor.check_cache(tmp_path).status is Status.WARN
 
 
 @pytest.mark.parametrize(("status", "code"), [(Status.OK, 0), (Status.WARN, 0), (Status.FAIL, 1)])

@@ -90,6 +90,15 @@ def test_environment_variables_have_defaults() -> None:
     assert TOKEN.get({}) is None
 
 
+def test_an_account_without_a_home_folder_needs_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(UserError, match=r"^BATON_CACHE_DIR: not set, and this account has no home folder; allowed: "):
+        CACHE_DIR.get({})
+
+
 def test_environment_variables_are_read() -> None:
     assert CACHE_DIR.get({"BATON_CACHE_DIR": "/somewhere/else"}) == Path("/somewhere/else")
     assert TOKEN.get({"BATON_TOKEN": "0123456789abcdef"}) == "0123456789abcdef"

@@ -1,21 +1,25 @@
 """Edge cases of `baton up` and `baton down`: checks before a start, stop signals, refused waits."""
 
+import json
+import os
 import queue
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
-from cluster.cli.start import check_model
+from cluster.cli.start import check_files, check_model
 from cluster.cli.stop_signals import StopSignals
 from cluster.machine_memory import MachineMemory
 from cluster.spec.errors import UserError
 from cluster.spec.loader import parse_config
 from cluster.spec.memory import GIB
 from tests.fakes.checkpoints import make_checkpoint
+from workers.models.recall import build_recall_checkpoint
 
 WAIT_S = 60.0
 
@@ -153,3 +157,36 @@ def test_insufficient_free_memory_is_a_warning(folder: Path) -> None:
 def test_this_machine_is_not_checked_for_other_or_several_machines(elsewhere: str, folder: Path) -> None:
     assert said(f"{SIX_GIB}\n{elsewhere}", folder, machine(1, 1)) == []
     assert said(SIX_GIB, folder, machine(0, 0)) == []
+
+
+def test_a_bad_key_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_ADMIN_KEY", "ü x")
+    result = CliRunner().invoke(app, ["up", "--set", "router.port=0"])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception).startswith("BATON_ADMIN_KEY: got 3 characters; allowed: 8 or more printable ASCII")
+
+
+@pytest.mark.parametrize(
+    ("break_files", "line"),
+    [
+        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json; Baton needs a fast tokenizer"),
+        (lambda folder: (folder / "tokenizer.json").write_text('{"a'), "tokenizer.json is not a tokenizer: "),
+        (lambda folder: os.truncate(folder / "model.safetensors", 100_000), "model.safetensors is damaged: "),
+        (lambda folder: edit_config(folder, "intermediate_size", 7), "do not match its config.json; wrong shape: "),
+    ],
+)
+def test_missing_and_damaged_files_are_found_before_the_start(
+    break_files: Callable[[Path], object], line: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    build_recall_checkpoint(folder)
+    check_files(folder)
+    break_files(folder)
+    with pytest.raises(UserError, match=re.escape(line)) as caught:
+        check_files(folder)
+    assert "\n" not in str(caught.value)
+
+
+def edit_config(folder: Path, key: str, value: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))

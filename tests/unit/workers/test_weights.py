@@ -215,7 +215,10 @@ def test_damaged_absent_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is damaged"):
         load_model(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="contains no weights"):
+    with pytest.raises(CheckpointError, match=r"contains no weights.*index.json$"):
+        load_model(folder)
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"; found: pytorch_model.bin, which Baton does not read$"):
         load_model(folder)
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="not an index"):
@@ -251,6 +254,15 @@ def test_a_repository_is_downloaded_without_needless_files(
     assert "*.bin" not in patterns
 
 
+def test_a_cache_folder_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UserError) as caught:
+        resolve_model("recall")
+    where = f"{tmp_path}/file/cache: Not a directory"
+    assert str(caught.value) == f"BATON_CACHE_DIR: cannot write to {where}; allowed: a folder with free space"
+
+
 def test_being_offline_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(repository: str, *, allow_patterns: list[str]) -> str:  # noqa: ARG001
         raise LocalEntryNotFoundError("outgoing traffic has been disabled.\nSet this and that.")
@@ -260,5 +272,5 @@ def test_being_offline_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> Non
         resolve_model("Qwen/Qwen3-0.6B")
     assert str(caught.value) == (
         "model 'Qwen/Qwen3-0.6B' is not a local folder and cannot be fetched from Hugging Face "
-        "(outgoing traffic has been disabled.)"
+        "(offline? outgoing traffic has been disabled.)"
     )
