@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -23,8 +24,7 @@ GRACE_S = 3.0
 _KILL_S = 10.0
 _REMOVE_TRIES = 10
 _DISMISS = "dismiss"
-_ARENA_MAX = -8
-"""Parameter number of mallopt(3)."""
+_TRIM_S = 10.0
 _NEW_OBJECTS = 10_000
 """Number of new objects after which the collector looks at them."""
 
@@ -37,14 +37,21 @@ class ProcessId:
     start_ticks: int
 
 
-def share_heap() -> None:
-    """Let all threads of this process allocate from one heap.
+def start_trimming() -> None:
+    """Start a thread that returns this process's free memory to the kernel every few seconds.
 
-    By default, glibc gives a heap to every thread. Each keeps what its thread has freed, so that a process with thirty
-    threads grows for hours under changing load.
+    glibc keeps memory that was freed in the middle of a heap, and gives a heap to every thread. Under changing load, a
+    process with dozens of threads, or with bursts of long prompts, would grow for hours.
     """
     if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+        threading.Thread(target=_trim, name="trim", daemon=True).start()
+
+
+def _trim() -> None:
+    trim = ctypes.CDLL(None).malloc_trim
+    while True:
+        time.sleep(_TRIM_S)
+        trim(0)
 
 
 def freeze_loaded_objects() -> None:

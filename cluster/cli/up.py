@@ -19,7 +19,7 @@ from cluster.cli.running import Note, RunningCluster, control_path
 from cluster.cli.stop_signals import StopSignals
 from cluster.log_files import LogSession
 from cluster.logs import ProcessLog, set_up_logs
-from cluster.processes import share_heap, this_process
+from cluster.processes import start_trimming, this_process
 from cluster.ray_system.environ import set_for_own_cluster
 from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig
@@ -102,7 +102,7 @@ def _run(config: DeployConfig, session: LogSession, address: str | None, worker_
         token=TOKEN.get() or secrets.token_hex(32),
     )
     taken = take_secrets()
-    share_heap()
+    start_trimming()
     with Note(running) as note, progress:
         with signals.interrupting():
             model = config.model.path if address else _resolve(config, progress)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.logs import ProcessLog, set_up_logs
-from cluster.processes import freeze_loaded_objects
+from cluster.processes import freeze_loaded_objects, start_trimming
 from cluster.spec.config import DeployConfig, Device
 from cluster.spec.env import ADMIN_KEY, API_KEYS, take_secrets
 from cluster.spec.ids import Incarnation
@@ -33,6 +33,7 @@ class _LoggingActor:
     def __init__(self, log: ProcessLog, environ: Mapping[str, str]) -> None:
         os.environ.update(environ)
         set_up_logs(log)
+        start_trimming()
         self._log = log
 
     def __repr__(self) -> str:

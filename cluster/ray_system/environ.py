@@ -21,8 +21,7 @@ def set_for_own_cluster() -> None:
     """Set every variable that the user has not set.
 
     Anyone who can reach Ray can run code, so Ray gets a new token for each run and listens on loopback only. Workers
-    run at niceness 0, because at Ray's default of 15 any other load delays tokens and heartbeats. The threads of each
-    process share one heap, see ``share_heap``.
+    run at niceness 0, because at Ray's default of 15 any other load delays tokens and heartbeats.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
@@ -30,7 +29,6 @@ def set_for_own_cluster() -> None:
     os.environ.setdefault(_CLUSTERS, "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("MALLOC_ARENA_MAX", "1")
 
 
 def tool_environ(address: str, temp_dir: Path | None) -> dict[str, str]:
