@@ -20,13 +20,13 @@ from cluster.spec.tiers import TierJobKind
 from tests.simulation import defects
 
 ROOT = Path(__file__).parents[2]
-FAILING_SEED = 78
+FAILING_SEED = 36
 """Seed in which the planted defect breaks a promise."""
 
 TRACE = """
 from cluster.simulator.draw import draw_scenario
 from cluster.simulator.simulation import Simulation
-for seed in range(12):
+for seed in range(6):
     print(*Simulation(draw_scenario(seed), traced=True).run().trace, sep="\\n")
 """
 
