@@ -24,7 +24,7 @@ GRACE_S = 3.0
 _KILL_S = 10.0
 _REMOVE_TRIES = 10
 _DISMISS = "dismiss"
-_TRIM_S = 10.0
+_TRIM_S = 30.0
 _NEW_OBJECTS = 10_000
 """Number of new objects after which the collector looks at them."""
 
@@ -38,7 +38,7 @@ class ProcessId:
 
 
 def start_trimming() -> None:
-    """Start a thread that returns this process's free memory to the kernel every few seconds.
+    """Start a thread that returns this process's free memory to the kernel twice a minute.
 
     glibc keeps memory that was freed in the middle of a heap, and gives a heap to every thread. Under changing load, a
     process with dozens of threads, or with bursts of long prompts, would grow for hours.

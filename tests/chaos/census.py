@@ -2,6 +2,8 @@
 
 import time
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import linear_regression
 
@@ -20,11 +22,16 @@ class Series:
     """Times in seconds and memory in MiB."""
 
     def slope(self, warm_up_s: float, least_s: float) -> float | None:
-        """Return the growth in MiB per minute after the warm-up, or None if the process is too young."""
+        """Return the growth in MiB per minute after the warm-up, or None if the process is too young.
+
+        What counts is the least memory of each minute, which is what the process keeps after bursts.
+        """
         kept = [point for point in self.points if point[0] >= self.points[0][0] + warm_up_s]
-        if len(kept) < 3 or kept[-1][0] - kept[0][0] < least_s:
+        if not kept or kept[-1][0] - kept[0][0] < max(least_s, 120.0):
             return None
-        return 60 * linear_regression(*zip(*kept, strict=True)).slope
+        minutes = groupby(kept, key=lambda point: (point[0] - kept[0][0]) // 60)
+        least = [min(points, key=itemgetter(1)) for _, points in minutes]
+        return 60 * linear_regression(*zip(*least, strict=True)).slope
 
 
 @dataclass(frozen=True)
