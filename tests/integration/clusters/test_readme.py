@@ -34,7 +34,7 @@ def cluster() -> Iterator[Terminal]:
     # The environment of the tests replaces the one that make would create. make allows no spaces in a target's path.
     make = [*shlex.split(readme.command("make serve")), f"VENV={os.path.relpath(sys.prefix, readme.ROOT)}"]
     with Terminal(make) as terminal:
-        terminal.wait_until(_is_ready, START_S)
+        terminal.wait_until(lambda: "stops the cluster." in terminal.output, START_S)
         yield terminal
         terminal.press(CTRL_C)
         assert terminal.wait(STOP_S) == 0, terminal.screen
