@@ -73,7 +73,8 @@ def check_ray(environ: Mapping[str, str] = os.environ, home: Path | None = None)
     version = installed_version("ray")
     if version is None:
         return Finding("ray", Status.FAIL, "not installed", "run `make venv`")
-    default_path = (home or Path("~").expanduser()) / ".ray" / "auth_token"
+    # Unlike Path.home(), this does not fail for an account without a home folder.
+    default_path = (home or Path(os.path.expanduser("~"))) / ".ray" / "auth_token"  # noqa: PTH111
     token_path = Path(environ.get("RAY_AUTH_TOKEN_PATH", default_path))
     has_token = "RAY_AUTH_TOKEN" in environ or token_path.is_file()
     mode = environ.get("RAY_AUTH_MODE", "").lower()

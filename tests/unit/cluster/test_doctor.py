@@ -1,6 +1,7 @@
 """Findings of `baton doctor`, good and bad, on fake machines."""
 
 import json
+import pwd
 import shutil
 import socket
 import sys
@@ -84,6 +85,18 @@ def test_port(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory() -> None:
     assert doctor.check_memory(MachineMemory(total=0, available=8 << 30)).found == "8.0 GiB available"
     assert doctor.check_memory(MachineMemory(total=0, available=1 << 30)).status is Status.WARN
+
+
+def test_an_account_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("BATON_CACHE_DIR", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert doctor.check_ray({}).status is Status.OK
+    assert doctor.check_cache().status is Status.FAIL
 
 
 def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
