@@ -15,6 +15,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+INSTALL_FOLDER = Path(__file__).parents[1]
+"""Folder that Baton's packages are imported from. Python processes that start elsewhere might import a user's files."""
 _POLL_S = 0.02
 _SESSION_FIELD = 3
 _START_TICKS_FIELD = 19

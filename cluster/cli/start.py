@@ -19,10 +19,10 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
-import cluster
 from cluster.machine_memory import MachineMemory, machine_memory
 from cluster.planner.memory import memory_lack, model_problems
 from cluster.planner.model import ModelFacts, facts_of
+from cluster.processes import INSTALL_FOLDER
 from cluster.spec.config import DeployConfig, Device, TransferBackendName
 from cluster.spec.errors import BatonError, ConfigError, UserError
 from cluster.spec.memory import GIB
@@ -94,10 +94,9 @@ def check_files(folder: Path) -> None:
     """
     Tokenizer(folder)
     command = [sys.executable, "-m", "workers.engine.weights", str(folder)]
-    root = Path(cluster.__file__).parents[1]
-    done = subprocess.run(command, cwd=root, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, cwd=INSTALL_FOLDER, capture_output=True, text=True, check=False)
     if done.returncode == 2:
-        raise UserError(done.stderr.strip())
+        raise UserError(done.stdout.strip())
     if done.returncode:
         raise BatonError(f"the check of the weights in {folder} failed: {done.stderr.strip()}")
 

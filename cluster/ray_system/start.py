@@ -11,7 +11,7 @@ import ray
 import ray._private.services as ray_services
 import ray._private.utils as ray_utils
 
-from cluster.processes import Guard
+from cluster.processes import INSTALL_FOLDER, Guard
 from cluster.spec.errors import UserError
 
 OBJECT_STORE_BYTES = 100_000_000
@@ -81,7 +81,7 @@ def _signals_kept() -> AbstractContextManager[None]:
 
 def _own_import_path() -> AbstractContextManager[None]:
     """Let actors import from where Baton is installed. Ray would put the current folder first, with any router.py."""
-    return _replaced(os.path, "curdir", str(Path(__file__).parents[2]))
+    return _replaced(os.path, "curdir", str(INSTALL_FOLDER))
 
 
 def _daemons_apart(guard: Guard) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import cluster
+from cluster.processes import INSTALL_FOLDER
 from cluster.spec.config import DeployConfig
 from router.errors import ApiError
 from router.fair_queue import FairQueue
@@ -52,7 +52,6 @@ _LEFT_S = 1.0
 """Maximum time that a process goes on after the client has left. A new process takes about as long to start."""
 _RETRY_S = 1.0
 """Time after which a process that could not start is started again."""
-_ROOT = Path(cluster.__file__).parents[1]
 
 
 class PreprocessPool:
@@ -249,7 +248,7 @@ async def _started() -> AsyncGenerator["_Process", None]:
             process = subprocess.Popen(
                 [sys.executable, "-m", "router.preprocess.process"],
                 stdin=theirs.fileno(),
-                cwd=_ROOT,
+                cwd=INSTALL_FOLDER,
                 env=os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
         try:

@@ -1,6 +1,7 @@
 """Model weights: a rank's shards of the tensors in a folder's safetensors files, or random weights.
 
-``python -m workers.engine.weights FOLDER`` checks a folder: the exit code is 2 if it cannot be loaded.
+``python -m workers.engine.weights FOLDER`` checks a folder. If it cannot be loaded, the command prints why and exits
+with code 2.
 """
 
 import json
@@ -218,7 +219,7 @@ def main() -> None:
     try:
         check_weights(Path(sys.argv[1]))
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(error)
         sys.exit(2)
 
 
