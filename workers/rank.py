@@ -156,7 +156,7 @@ def _open_attention(spec: WorkerSpec, device: Device, dtype: torch.dtype, needs:
     choice = choose_backend(spec.config.resources.attention, device, dtype, needs)
     _log.info("attention backend %s: %s", choice.name, choice.reason)
     if choice.name == "native":
-        elementwise.register(device, torch.bfloat16, Library.load())
+        elementwise.register(device, Library.load())
     return choice.backend
 
 

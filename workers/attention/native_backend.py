@@ -1,4 +1,4 @@
-"""Attention on a CPU in bf16 with the compiled library of attention.cpp, which reads keys and values in place."""
+"""Attention on a CPU with the compiled code of attention.h, which reads keys and values in place."""
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
@@ -81,7 +81,7 @@ class _NativeRows:
 
 
 def _items(pieces: Sequence[Piece], first_entries: Sequence[int]) -> Tensor:
-    """Return one Item of attention.cpp, a row, per piece. ``first_entries`` index the pieces' first page numbers."""
+    """Return one Item of attention.h, a row, per piece. ``first_entries`` index the pieces' first page numbers."""
     rows = (
         (piece.query.start, piece.num_queries, first_entry, piece.key.start, piece.num_keys, piece.ahead, piece.step)
         for piece, first_entry in zip(pieces, first_entries, strict=True)

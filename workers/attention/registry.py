@@ -24,9 +24,7 @@ class Entry(NamedTuple):
 
 BACKENDS = {
     "flash_attn": Entry("workers.attention.flash_attn_backend:FlashAttention", ("cuda",), is_bf16_only=True),
-    "native": Entry(
-        "workers.attention.native_backend:NativeAttention", ("cpu",), frozenset(Feature), is_bf16_only=True
-    ),
+    "native": Entry("workers.attention.native_backend:NativeAttention", ("cpu",), frozenset(Feature)),
     "torch": Entry("workers.attention.torch_backend:TorchAttention", ("cpu", "cuda")),
     "triton": Entry("workers.attention.triton.backend:TritonAttention", ("cuda",)),
 }
@@ -72,7 +70,7 @@ def choose_backend(
     """
     name = setting.value
     if setting is AttentionSetting.AUTO:
-        return _fastest(device, dtype, needs)
+        return _fastest(device, needs)
     suitable = {
         name: entry.lacks
         for name, entry in BACKENDS.items()
@@ -99,16 +97,14 @@ def _words(features: Set[Feature]) -> str:
     return " and ".join(sorted(features))
 
 
-def _fastest(device: Device, dtype: torch.dtype, needs: Set[Feature]) -> BackendChoice:
+def _fastest(device: Device, needs: Set[Feature]) -> BackendChoice:
     if device.has_kernels:
         return BackendChoice("triton", load_backend("triton"), "reads pages of any size in place")
-    if dtype != torch.bfloat16:
-        return BackendChoice("torch", load_backend("torch"), "fp32 on a CPU")
     if missing := needs & BACKENDS["native"].lacks:
-        return BackendChoice("torch", load_backend("torch"), f"bf16 on a CPU; native lacks {_words(missing)}")
+        return BackendChoice("torch", load_backend("torch"), f"native lacks {_words(missing)}")
     try:
-        return BackendChoice("native", load_backend("native"), f"bf16 on a CPU with {find_compiler().kind.name}")
+        return BackendChoice("native", load_backend("native"), f"compiled for {find_compiler().kind.name}")
     except CannotCompileError as error:
         level = logging.WARNING if error.fix else logging.INFO
         _log.log(level, "attention uses plain torch, at half the speed: %s%s", error, error.fix and f"; {error.fix}")
-        return BackendChoice("torch", load_backend("torch"), f"bf16 on a CPU without native: {error}")
+        return BackendChoice("torch", load_backend("torch"), f"native is unavailable: {error}")

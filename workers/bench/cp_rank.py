@@ -3,7 +3,6 @@
 import random
 import time
 
-import torch
 from msgspec.structs import replace
 
 from cluster.spec.config import AttentionSetting
@@ -48,7 +47,7 @@ class CpBenchRank:
         self._pool = PagePool.of_one_rank(geometry, pages_for(max_len, _PAGE_SIZE))
         attention = choose_backend(AttentionSetting.AUTO, self._model.device, dtype, needs_of(geometry.groups))
         if attention.name == "native":
-            elementwise.register(CPU, torch.bfloat16, Library.load())
+            elementwise.register(CPU, Library.load())
         self._backend = attention.backend
         self._store: ReplicaStore | None = None
         self._groups: dict[int, tuple[Communicator, ModelRunner, Rates]] = {}

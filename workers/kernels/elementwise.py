@@ -1,8 +1,7 @@
-"""Elementwise kernels between a layer's matrix products: Triton on GPUs, native code for bf16 on CPUs."""
+"""Elementwise kernels between a layer's matrix products: Triton on GPUs, native code on CPUs."""
 
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from workers.device import Device, device_of
@@ -18,7 +17,7 @@ class KvSlots(NamedTuple):
 
 
 class ElementwiseKernels(Protocol):
-    """Interface of elementwise kernels. Their results are rounded wherever plain torch rounds."""
+    """Interface of elementwise kernels. In bf16, their results are rounded wherever plain torch rounds."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor:
         """Normalize the last dimension of ``x [..., size]``."""
@@ -44,8 +43,8 @@ class ElementwiseKernels(Protocol):
         ...
 
 
-_REGISTERED: dict[tuple[Device, torch.dtype], ElementwiseKernels] = {}
-"""Kernels of this process, except Triton's, by device and dtype."""
+_REGISTERED: dict[Device, ElementwiseKernels] = {}
+"""Kernels of this process, except Triton's."""
 
 
 def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:
@@ -55,8 +54,8 @@ def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:
         from workers.kernels import triton_elementwise
 
         return triton_elementwise
-    return _REGISTERED.get((device, x.dtype))
+    return _REGISTERED.get(device)
 
 
-def register(device: Device, dtype: torch.dtype, kernels: ElementwiseKernels) -> None:
-    _REGISTERED[device, dtype] = kernels
+def register(device: Device, kernels: ElementwiseKernels) -> None:
+    _REGISTERED[device] = kernels

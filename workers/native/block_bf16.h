@@ -10,11 +10,11 @@
 
 #include <immintrin.h>
 
-#include "common.h"
+#include "block.h"
+#include "vectors.h"
 
 namespace {
 
-constexpr int kLanes = 16;
 constexpr int kVectors = kBlock / kLanes;  // Vectors per row of scores.
 constexpr int kRows = 6;                   // Rows processed together: 24 sums, plus registers for their factors.
 constexpr int kFewRows = 8;                // Maximum number of rows of a tile that reads keys and values in place.
@@ -199,7 +199,7 @@ inline void score_unpacked(const Scratch& s, const Block& block, const Block& ne
     for (int64_t d = 0; d < s.head_dim; d += 32) {
       __m512i k[kLanes];
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) prefetch(next.key[c * kLanes + i], d);
+      for (int i = 0; i < kLanes; ++i) prefetch(next.key[c * kLanes + i], d, 2 * kLanes);
       load_pairs(block.key + c * kLanes, d, s.head_dim, k);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i)
@@ -292,8 +292,8 @@ void add_values_unpacked(const Scratch& s, const Block& block, const Block& next
       for (int c = 0; c < 2; ++c) x[r][c] = _mm512_load_ps(out + r * s.width + c * kLanes);
     for (int i = 0; i < num_keys; i += 2) {
       __m512i v[2];
-      prefetch(next.value[i], first);
-      prefetch(next.value[i + 1], first);
+      prefetch(next.value[i], first, 2 * kLanes);
+      prefetch(next.value[i + 1], first, 2 * kLanes);
       interleave(block.value + i, first, s.head_dim, v);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {

@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include "block.h"
 #include "vectors.h"
 
 namespace {
@@ -43,7 +44,7 @@ struct Scratch {
 
   // Index of dim d in a row's query and sum, in a tile with num_rows rows.
   int64_t index(int64_t row, int64_t d, int64_t num_rows) const {
-    const int64_t at_once = num_rows > kFewRows ? kPanel : std::min<int64_t>(num_rows, kAtOnce), p = pairs_index(d);
+    const int64_t at_once = num_rows > kFewRows ? kPanel : std::min<int64_t>(num_rows, kAtOnce), p = pairs_index<Element>(d);
     const int64_t group = row / at_once * at_once * width, mine = row % at_once;
     return group + (num_rows > kFewRows ? p * kPanel + mine : (p / kLanes * at_once + mine) * kLanes + p % kLanes);
   }
@@ -62,7 +63,7 @@ void clear(const Scratch& s, int64_t num_rows) {
   std::fill_n(s.reference, num_rows, kUnset);
 }
 
-void read_query(const Scratch& s, int64_t row, int64_t num_rows, const bf16* from) {
+void read_query(const Scratch& s, int64_t row, int64_t num_rows, const Element* from) {
   for (int64_t d = 0; d < s.width; ++d)
     s.query[s.index(row, d, num_rows)] = d < s.head_dim ? as_float(from[d]) * s.scale : 0.0f;
 }
@@ -100,7 +101,7 @@ void product(const float* a, int64_t row_stride, int64_t step, const float* b, i
 void rebase_lanes(float* reference, float* sums, float* out, int64_t width, vec top) {
   const vec before = at(reference), after = top > before + kSlack ? top : before;
   if (!any(top > before + kSlack)) return;
-  const vec factor = exp2(before - after);
+  const vec factor = exp2<Element>(before - after);
   at(reference) = after;
   at(sums) *= factor;
   for (int64_t d = 0; d < width; ++d) at(out + d * kPanel) *= factor;
@@ -124,7 +125,7 @@ void weigh_panel(const Scratch& s, int64_t row, const int* seen, int num_keys) {
     vec sum = at(s.sums + row + c);
     for (int i = 0; i < num_keys; ++i) {
       vec& x = at(s.weights + i * kPanel + c);
-      sum += x = exp2(x - reference);
+      sum += x = exp2<Element>(x - reference);
     }
     at(s.sums + row + c) = sum;
   }
@@ -149,7 +150,7 @@ void score(const Scratch& s, const float* query, const Block& block, const Block
     for (int i = first; i < first + kLanes; ++i) {
       vec x[R] = {};
       for (int64_t d = 0; d < s.head_dim; d += kPairs) {
-        if (d % 32 == 0) prefetch(next.key[i], d);
+        prefetch(next.key[i], d, kPairs);
         const Pairs k = load(block.key[i] + d, s.head_dim - d);
         const float* q = query + d * R;
 #pragma GCC unroll 8
@@ -175,12 +176,12 @@ void weigh(const Scratch& s, int64_t row, int r, int seen, int num_keys) {
   vec top = at(weights);
   for (int i = kLanes; i < end; i += kLanes) top = largest(at(weights + i), top);
   if (any(top > reference + kSlack)) {
-    const vec factor = exp2(all(reference - largest_of(top)));
+    const vec factor = exp2<Element>(all(reference - largest_of(top)));
     reference = largest_of(top);
     sum *= factor;
     for (int64_t d = 0; d < s.width; d += kLanes) at(out + d * R) *= factor;
   }
-  for (int i = 0; i < end; i += kLanes) sum += at(weights + i) = exp2(at(weights + i) - reference);
+  for (int i = 0; i < end; i += kLanes) sum += at(weights + i) = exp2<Element>(at(weights + i) - reference);
 }
 
 // Add the weighted values of num_keys keys to the sums of R rows of a small tile.
@@ -191,7 +192,7 @@ void add_values(const Scratch& s, float* out, const Block& block, const Block& n
 #pragma GCC unroll 16
     for (int r = 0; r < 2 * R; ++r) x[r] = at(out + r * kLanes);
     for (int i = 0; i < num_keys; ++i) {
-      if (d % 32 == 0) prefetch(next.value[i], d);
+      prefetch(next.value[i], d, kPairs);
       const Pairs v = load(block.value[i] + d, s.head_dim - d);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -212,7 +213,7 @@ void attend_few(const Scratch& s, int64_t row, const Block& block, const Block& 
   add_values<R>(s, s.out + row * s.width, block, next, num_keys);
 }
 
-void widen(const bf16* from, int64_t head_dim, float* to) {
+void widen(const Element* from, int64_t head_dim, float* to) {
   for (int64_t d = 0; d < head_dim; d += kPairs) {
     const Pairs x = load(from + d, head_dim - d);
     at(to + d) = x.even, at(to + d + kLanes) = x.odd;

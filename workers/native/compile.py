@@ -14,7 +14,10 @@ from cluster.spec.env import CACHE_DIR
 
 SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("attention.cpp", "elementwise.cpp", "block_bf16.h", "block_fp32.h", "vectors.h", "common.h")
+    for name in (
+        *("bf16.cpp", "fp32.cpp", "attention.h", "elementwise.h"),
+        *("block.h", "block_bf16.h", "block_fp32.h", "vectors.h", "common.h"),
+    )
 )
 _TIMEOUT_S = 120.0
 _FIX = "apt-get install -y g++"

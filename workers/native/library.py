@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from workers.native.compile import CannotCompileError, Compiler, compiled_librar
 MOST_DIMS = 1024
 """Maximum head size."""
 NUM_ITEM_FIELDS = 7
-"""Number of fields of Item in attention.cpp."""
+"""Number of fields of Item in attention.h."""
 
 _FIELDS = (
     *("query", "key", "value", "out", "lse", "tables", "items", "next_tile"),
@@ -26,31 +27,40 @@ _LEAST_SHARED = 1 << 17
 
 
 class _Arguments(ctypes.Structure):
-    """Attention struct of attention.cpp: pointers and 64-bit numbers, then the scale."""
+    """Attention struct of attention.h: pointers and 64-bit numbers, then the scale."""
 
     _fields_ = (*((name, ctypes.c_int64) for name in _FIELDS), ("scale", ctypes.c_float))
 
 
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+class _Functions:
+    """Functions of the compiled library for one dtype."""
+
+    def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
+        def find(name: str, *types: object) -> Callable[..., int]:
+            function = getattr(library, f"baton_{name}_{suffix}")
+            function.argtypes = types
+            return cast(Callable[..., int], function)
+
+        self.attend = find("attend", _POINTER)
+        self.rms_norm = find("rms_norm", *[_POINTER] * 5, *[_SIZE] * 3, _FLOAT, *[_SIZE] * 2)
+        self.rotate = find("rotate", *[_POINTER] * 5, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2)
+        self.swiglu = find("swiglu", *[_POINTER] * 2, *[_SIZE] * 4)
+        self.store_kv = find("store_kv", *[_POINTER] * 3, *[_SIZE] * 12)
 
 
 class Library:
-    """Attention and ElementwiseKernels on ``num_threads`` threads, including the caller's.
+    """Attention and ElementwiseKernels in bf16 and fp32 on ``num_threads`` threads, including the caller's.
 
-    The elements of a row must be adjacent in memory.
+    All tensors of a call have one dtype. The elements of a row must be adjacent in memory.
     """
 
     def __init__(self, path: Path, num_threads: int) -> None:
         library = ctypes.CDLL(str(path))
-        self._attend = library.baton_attend
-        self._rms_norm, self._rotate, self._swiglu = library.baton_rms_norm, library.baton_rotate, library.baton_swiglu
-        self._store_kv = library.baton_store_kv
-        self._rms_norm.argtypes = [*[_POINTER] * 5, *[_SIZE] * 3, _FLOAT, *[_SIZE] * 2]
-        self._rotate.argtypes = [*[_POINTER] * 5, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2]
-        self._swiglu.argtypes = [*[_POINTER] * 2, *[_SIZE] * 4]
-        self._store_kv.argtypes = [*[_POINTER] * 3, *[_SIZE] * 12]
-        for function in (self._rms_norm, self._rotate, self._swiglu, self._store_kv):
-            function.restype = None
+        self._functions = {dtype: _Functions(library, name) for dtype, name in _NAMES.items()}
         self._num_threads = num_threads
         self._helpers = ThreadPoolExecutor(num_threads, "native")
 
@@ -78,14 +88,14 @@ class Library:
     ) -> None:
         """Merge attention of ``query [tokens, heads, D]`` over ``key`` and ``value [page, H, slot, D]`` into a partial.
 
-        ``items [n, 7]`` are rows of Item in attention.cpp, no two of which have a query in common. ``tables`` holds
+        ``items [n, 7]`` are rows of Item in attention.h, no two of which have a query in common. ``tables`` holds
         their page numbers. Both are int64. Indices are not checked against the tensors' sizes. Elements of a head must
         be adjacent in memory, and ``out`` and ``lse``, the partial, must be contiguous.
         """
         if not len(items):
             return
+        functions = self._functions_for(query, key, value, out)
         for x in (query, key, value):
-            assert x.dtype == torch.bfloat16, f"the native backend supports bf16, not {x.dtype}"
             assert x.shape[-1] <= MOST_DIMS, f"head size {x.shape[-1]} is above {MOST_DIMS}"
             assert x.stride(-1) == 1, f"strides {x.stride()}"
         assert scale > 0, f"scale {scale} is not positive"
@@ -98,8 +108,9 @@ class Library:
             *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
             scale,
         )
-        calls = [self._helpers.submit(self._attend, ctypes.byref(arguments)) for _ in range(self._num_threads - 1)]
-        if any([self._attend(ctypes.byref(arguments)), *(call.result() for call in calls)]):
+        given = ctypes.byref(arguments)
+        calls = [self._helpers.submit(functions.attend, given) for _ in range(self._num_threads - 1)]
+        if any([functions.attend(given), *(call.result() for call in calls)]):
             raise MemoryError("out of memory for an attention tile")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -119,11 +130,12 @@ class Library:
         assert x.stride(2) == 1, f"strides {x.stride()}"
         assert cos.is_contiguous(), f"strides {cos.stride()}"
         assert sin.is_contiguous(), f"strides {sin.stride()}"
+        function = self._functions_for(x, cos, sin, *() if weight is None else (weight,)).rotate
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         pointers = [part.data_ptr() for part in (x, cos, sin)]
         scale = None if weight is None else weight.data_ptr()
         given = (*pointers, scale, out.data_ptr(), num_heads, head_dim, x.stride(0), x.stride(1), eps)
-        self._share(self._rotate, given, num_tokens, num_heads * head_dim)
+        self._share(function, given, num_tokens, num_heads * head_dim)
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -131,7 +143,7 @@ class Library:
         assert gate_up.stride(1) == 1, f"strides {gate_up.stride()}"
         out = gate_up.new_empty(num_rows, size)
         given = (gate_up.data_ptr(), out.data_ptr(), size, gate_up.stride(0))
-        self._share(self._swiglu, given, num_rows, 2 * size)
+        self._share(self._functions_for(gate_up).swiglu, given, num_rows, 2 * size)
         return out
 
     def store_kv(self, layer_pages: Tensor, slots: Tensor, kv: Tensor) -> None:
@@ -143,7 +155,8 @@ class Library:
         pointers = (layer_pages.data_ptr(), slots.data_ptr(), kv.data_ptr())
         sizes = (layer_pages.shape[3], num_heads, head_dim)
         strides = (*layer_pages.stride()[:4], *kv.stride()[:3])
-        self._share(self._store_kv, (*pointers, *sizes, *strides), num_rows, kv[0].numel() if num_rows else 0)
+        function = self._functions_for(layer_pages, kv).store_kv
+        self._share(function, (*pointers, *sizes, *strides), num_rows, kv[0].numel() if num_rows else 0)
 
     def _norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor) -> None:
         num_rows, size = x.shape
@@ -151,9 +164,14 @@ class Library:
         assert y is None or y.stride(1) == 1, f"strides {y.stride()}"
         added, y_stride = (None, 0) if y is None else (y.data_ptr(), y.stride(0))
         pointers = (x.data_ptr(), added, weight.data_ptr(), total.data_ptr(), out.data_ptr())
-        self._share(self._rms_norm, (*pointers, size, x.stride(0), y_stride, eps), num_rows, size)
+        function = self._functions_for(x, weight, *() if y is None else (y,)).rms_norm
+        self._share(function, (*pointers, size, x.stride(0), y_stride, eps), num_rows, size)
 
-    def _share(self, function: Callable[..., None], given: tuple[object, ...], num_rows: int, size: int) -> None:
+    def _functions_for(self, *tensors: Tensor) -> _Functions:
+        [dtype] = {x.dtype for x in tensors}
+        return self._functions[dtype]
+
+    def _share(self, function: Callable[..., int], given: tuple[object, ...], num_rows: int, size: int) -> None:
         """Call ``function`` for all rows, divided among the threads if there are many."""
         if self._num_threads == 1 or num_rows * size < _LEAST_SHARED:
             function(*given, 0, num_rows)

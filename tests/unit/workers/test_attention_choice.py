@@ -13,12 +13,18 @@ from cluster.spec.kv import key_value_group
 from workers.attention.interface import Feature
 from workers.attention.registry import choose_backend, needs_of
 from workers.device import CPU, GPU, Device
+from workers.native.compile import find_compiler
 
 
 def test_auto_depends_on_the_device() -> None:
     assert choose_backend(AttentionSetting.AUTO, GPU, torch.bfloat16).name == "triton"
-    choice = choose_backend(AttentionSetting.AUTO, CPU, torch.float32)
-    assert (choice.name, choice.reason) == ("torch", "fp32 on a CPU")
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_auto_on_a_cpu_is_the_compiled_code(dtype: torch.dtype) -> None:
+    choice = choose_backend(AttentionSetting.AUTO, CPU, dtype)
+    assert (choice.name, choice.reason) == ("native", f"compiled for {find_compiler().kind.name}")
 
 
 def test_a_named_backend_is_used() -> None:
@@ -35,7 +41,6 @@ def test_a_named_backend_is_used() -> None:
     ("setting", "device", "dtype", "message"),
     [
         ("triton", CPU, torch.bfloat16, "got triton; allowed on cpu in bfloat16: auto, native, torch"),
-        ("native", CPU, torch.float32, "got native; allowed on cpu in float32: auto, torch"),
         ("native", GPU, torch.bfloat16, "got native; allowed on cuda in bfloat16: auto, flash_attn, torch, triton"),
         ("flash_attn", GPU, torch.float32, "got flash_attn; allowed on cuda in float32: auto, torch, triton"),
     ],
@@ -56,7 +61,7 @@ def test_a_model_that_needs_more_than_a_backend_has() -> None:
         choose_backend(AttentionSetting.NATIVE, CPU, torch.bfloat16, {Feature.WINDOW})
     choice = choose_backend(AttentionSetting.AUTO, CPU, torch.bfloat16, set(Feature))
     lacks = "native lacks sliding windows and values that differ in width from keys"
-    assert (choice.name, choice.reason) == ("torch", f"bf16 on a CPU; {lacks}")
+    assert (choice.name, choice.reason) == ("torch", lacks)
     assert choose_backend(AttentionSetting.AUTO, GPU, torch.bfloat16, set(Feature)).name == "triton"
 
 

@@ -1,6 +1,6 @@
 """The native backend compared with reference attention in float64: any shapes, strides, pages and runs.
 
-The tests run for each kind of processor that this one supports.
+The tests run in bf16 and fp32, for each kind of processor that this one supports.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
-from tests.unit.workers.test_row_attention import check, masked_attention, rank_pairs, seen_by_definition, tensors
+from tests.unit.workers.test_row_attention import masked_attention, rank_pairs, seen_by_definition, tensors
 from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial
 from workers.attention.native_backend import NativeAttention
@@ -20,7 +20,8 @@ from workers.native.compile import Compiler, find_compiler, runnable_kinds
 
 pytestmark = pytest.mark.native
 
-OUT_TOLERANCE, LSE_TOLERANCE = 0.02, 1e-3
+OUT_TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-5}
+LSE_TOLERANCE = {torch.bfloat16: 1e-3, torch.float32: 1e-5}
 
 
 @pytest.fixture(scope="module", params=runnable_kinds(), ids=lambda kind: kind.name)
@@ -33,14 +34,22 @@ def native(compiler: Compiler) -> AttentionBackend:
     return NativeAttention(compiler)
 
 
-def draw(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
 
 
-def check_bf16(result: Partial, expected: Partial) -> None:
-    assert (result.out.dtype, result.lse.dtype) == (torch.bfloat16, torch.float32)
-    np.testing.assert_allclose(result.out.double(), expected.out, atol=OUT_TOLERANCE, rtol=OUT_TOLERANCE)
-    np.testing.assert_allclose(result.lse.double(), expected.lse, atol=LSE_TOLERANCE, rtol=1e-5)
+def draw(dtype: torch.dtype, seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check_close(result: Partial, expected: Partial) -> None:
+    dtype = result.out.dtype
+    out_tolerance, lse_tolerance = OUT_TOLERANCE[dtype], LSE_TOLERANCE[dtype]
+    assert result.lse.dtype == torch.float32
+    np.testing.assert_allclose(result.out.double(), expected.out, atol=out_tolerance, rtol=out_tolerance)
+    np.testing.assert_allclose(result.lse.double(), expected.lse, atol=lse_tolerance, rtol=1e-5)
 
 
 def by_definition(
@@ -54,15 +63,24 @@ def by_definition(
 class Pages:
     """Requests in the pages of one pool, whose other slots are NaN. ``gap`` dims separate the rows of two heads."""
 
-    def __init__(self, lengths: list[int], kv_heads: int, head_dim: int, page_size: int, gap: int, seed: int) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        lengths: list[int],
+        kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        gap: int = 0,
+        seed: int = 1,
+    ) -> None:
         counts = [-(-length // page_size) for length in lengths]
-        pool = kv_pool(sum(counts) + 1, kv_heads, 2, page_size, head_dim + gap, torch.bfloat16)
+        pool = kv_pool(sum(counts) + 1, kv_heads, 2, page_size, head_dim + gap, dtype)
         pool.group("full_attention").fill_(torch.nan)
         key_pages, value_pages = (view[..., :head_dim] for view in pool.layer_view(1))
         self.views = key_pages, value_pages
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed))
         self.tables = torch.split(order, counts)
-        self.kv = [draw(seed + number, length, 2, kv_heads, head_dim) for number, length in enumerate(lengths)]
+        self.kv = [draw(dtype, seed + number, length, 2, kv_heads, head_dim) for number, length in enumerate(lengths)]
         for table, kv in zip(self.tables, self.kv, strict=True):
             for position in range(len(kv)):
                 for view, rows in zip(self.views, kv[position], strict=True):
@@ -91,6 +109,7 @@ def some_runs(draw: st.DrawFn) -> tuple[list[Run], list[int]]:
 )
 def test_runs_over_pages(
     native: AttentionBackend,
+    dtype: torch.dtype,
     case: tuple[list[Run], list[int]],
     head_dim: int,
     heads: tuple[int, int],
@@ -99,50 +118,52 @@ def test_runs_over_pages(
     seed: int,
 ) -> None:
     runs, lengths = case
-    pages = Pages(lengths, heads[0], head_dim, page_size, gap, seed)
+    pages = Pages(dtype, lengths, heads[0], head_dim, page_size, gap, seed)
     num_queries = sum(run.count for run in runs)
-    query = draw(seed + 50, num_queries, heads[0] * heads[1] + 1, head_dim + gap)[:, 1:, :head_dim]
+    query = draw(dtype, seed + 50, num_queries, heads[0] * heads[1] + 1, head_dim + gap)[:, 1:, :head_dim]
     result = native.prepare(runs, pages.tables, page_size).attend(query, *pages.views, params_for(query))
     start = 0
     for run in runs:
         mine = slice(start, start + run.count)
         kv = pages.kv[run.request][: run.last_position + 1]
-        check_bf16(Partial(result.out[mine], result.lse[mine]), by_definition(query[mine], kv[:, 0], kv[:, 1], run))
+        check_close(Partial(result.out[mine], result.lse[mine]), by_definition(query[mine], kv[:, 0], kv[:, 1], run))
         start += run.count
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=3), st.integers(1, 60), st.integers(0, 99))
 def test_all_queries_see_the_first_keys(
-    native: AttentionBackend, key_lens: list[int], num_queries: int, seed: int
+    native: AttentionBackend, dtype: torch.dtype, key_lens: list[int], num_queries: int, seed: int
 ) -> None:
-    pages = Pages(key_lens, 2, 64, 16, 0, seed)
+    pages = Pages(dtype, key_lens, 2, 64, 16, seed=seed)
     runs = [Run(number, 3, num_queries, 1) for number in range(len(key_lens))]
-    query = draw(seed + 50, num_queries * len(key_lens), 4, 64)
+    query = draw(dtype, seed + 50, num_queries * len(key_lens), 4, 64)
     result = native.prepare(runs, pages.tables, 16, key_lens).attend(query, *pages.views, params_for(query))
     for number, kv in enumerate(pages.kv):
         mine = slice(number * num_queries, (number + 1) * num_queries)
         seen = np.ones((num_queries, len(kv)), dtype=bool)
         expected = masked_attention(query[mine], kv[:, 0], kv[:, 1], seen)
-        check_bf16(Partial(result.out[mine], result.lse[mine]), expected)
+        check_close(Partial(result.out[mine], result.lse[mine]), expected)
 
 
 @settings(deadline=None, max_examples=60)
 @given(rank_pairs())
-def test_runs_that_share_a_query_are_merged(native: AttentionBackend, case: tuple[list[Run], list[Run]]) -> None:
+def test_runs_that_share_a_query_are_merged(
+    native: AttentionBackend, dtype: torch.dtype, case: tuple[list[Run], list[Run]]
+) -> None:
     seen = seen_by_definition(*case)
     num_queries, num_keys = seen.shape
-    query, key, value = tensors(num_queries, num_keys, torch.bfloat16)
+    query, key, value = tensors(num_queries, num_keys, dtype)
     result = native.prepare_rows(*case).attend(query, key, value, params_for(query))
-    check(result, masked_attention(query, key, value, seen), atol=0.02)
+    check_close(result, masked_attention(query, key, value, seen))
 
 
 def test_many_tiles_and_threads_find_the_same(
-    native: AttentionBackend, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    native: AttentionBackend, dtype: torch.dtype, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    pages = Pages([900, 700], 2, 64, 64, 0, 1)
-    runs, query = [Run(0, 0, 900, 1), Run(1, 699, 1, 1)], draw(2, 901, 8, 64)
+    pages = Pages(dtype, [900, 700], 2, 64, 64)
+    runs, query = [Run(0, 0, 900, 1), Run(1, 699, 1, 1)], draw(dtype, 2, 901, 8, 64)
     of_one, of_three = (
         backend.prepare(runs, pages.tables, 64).attend(query, *pages.views, params_for(query))
         for backend in (native, NativeAttention(compiler))
@@ -153,22 +174,24 @@ def test_many_tiles_and_threads_find_the_same(
 
 @pytest.mark.parametrize("num_queries", [1, 200])
 @pytest.mark.parametrize("size", [1.0, 300.0, 3000.0, -3000.0])
-def test_a_late_needle_far_above_all_before(native: AttentionBackend, num_queries: int, size: float) -> None:
-    query, key, value = draw(0, num_queries, 4, 64).abs(), draw(1, 500, 1, 64), draw(2, 500, 1, 64)
+def test_a_late_needle_far_above_all_before(
+    native: AttentionBackend, dtype: torch.dtype, num_queries: int, size: float
+) -> None:
+    query, key, value = draw(dtype, 0, num_queries, 4, 64).abs(), draw(dtype, 1, 500, 1, 64), draw(dtype, 2, 500, 1, 64)
     key[:] += size / 64
     key[230] = 2 * abs(size) / 64
     run = Run(0, 500 - num_queries, num_queries, 1)
     result = native.prepare_rows([run], [Run(0, 0, 500, 1)]).attend(query, key, value, params_for(query))
-    check_bf16(result, by_definition(query, key, value, run))
+    check_close(result, by_definition(query, key, value, run))
 
 
 @pytest.mark.parametrize("num_queries", [1, 100])
-def test_a_visible_nan_is_not_hidden(native: AttentionBackend, num_queries: int) -> None:
+def test_a_visible_nan_is_not_hidden(native: AttentionBackend, dtype: torch.dtype, num_queries: int) -> None:
     for number in range(2):
-        key, value = draw(1, 200, 1, 64), draw(2, 200, 1, 64)
+        key, value = draw(dtype, 1, 200, 1, 64), draw(dtype, 2, 200, 1, 64)
         (key, value)[number][150, 0, 5] = torch.nan
         run = Run(0, 200 - num_queries, num_queries, 1)
-        query = draw(3, num_queries, 2, 64)
+        query = draw(dtype, 3, num_queries, 2, 64)
         out, lse = native.prepare_rows([run], [Run(0, 0, 200, 1)]).attend(query, key, value, params_for(query))
         before = max(150 - run.first_position, 0)
         assert out[before:].isnan().any(-1).all()
@@ -177,17 +200,17 @@ def test_a_visible_nan_is_not_hidden(native: AttentionBackend, num_queries: int)
 
 
 @pytest.mark.parametrize("num_queries", [1, 30])
-def test_any_scale_and_no_window(native: AttentionBackend, num_queries: int) -> None:
-    query, key, value = draw(0, num_queries, 4, 64), draw(1, 100, 2, 64), draw(2, 100, 2, 64)
+def test_any_scale_and_no_window(native: AttentionBackend, dtype: torch.dtype, num_queries: int) -> None:
+    query, key, value = draw(dtype, 0, num_queries, 4, 64), draw(dtype, 1, 100, 2, 64), draw(dtype, 2, 100, 2, 64)
     run = Run(0, 100 - num_queries, num_queries, 1)
     rows = native.prepare_rows([run], [Run(0, 0, 100, 1)])
-    check_bf16(rows.attend(query, key, value, AttentionParams(0.3)), by_definition(query, key, value, run, 0.3))
+    check_close(rows.attend(query, key, value, AttentionParams(0.3)), by_definition(query, key, value, run, 0.3))
     with pytest.raises(AssertionError, match="a window of 5 tokens"):
         rows.attend(query, key, value, AttentionParams(0.3, 5))
 
 
-def test_out_of_bounds_input_is_refused_before_it_is_read(native: AttentionBackend) -> None:
-    pages, query = Pages([40], 1, 64, 16, 0, 1), draw(2, 1, 2, 64)
+def test_out_of_bounds_input_is_refused_before_it_is_read(native: AttentionBackend, dtype: torch.dtype) -> None:
+    pages, query = Pages(dtype, [40], 1, 64, 16), draw(dtype, 2, 1, 2, 64)
     with pytest.raises(AssertionError, match="ends past its pages"):
         native.prepare([Run(0, 48, 1, 1)], pages.tables, 16)
     step = native.prepare([Run(0, 39, 1, 1)], [torch.tensor([0, 1, 99])], 16)
@@ -195,13 +218,13 @@ def test_out_of_bounds_input_is_refused_before_it_is_read(native: AttentionBacke
         step.attend(query, *pages.views, params_for(query))
     with pytest.raises(AssertionError, match="0 queries"):
         step.attend(query[:0], *pages.views, params_for(query))
-    with pytest.raises(AssertionError, match=r"supports bf16, not torch\.float32"):
-        native.prepare([Run(0, 39, 1, 1)], pages.tables, 16).attend(query.float(), *pages.views, params_for(query))
+    with pytest.raises(AssertionError, match=r"keys or values have dtype .*, queries torch\.float64"):
+        native.prepare([Run(0, 39, 1, 1)], pages.tables, 16).attend(query.double(), *pages.views, params_for(query))
 
 
-def test_no_runs_yield_no_rows(native: AttentionBackend) -> None:
-    pages = Pages([3], 1, 64, 16, 0, 1)
-    query = draw(0, 0, 2, 64)
+def test_no_runs_yield_no_rows(native: AttentionBackend, dtype: torch.dtype) -> None:
+    pages = Pages(dtype, [3], 1, 64, 16)
+    query = draw(dtype, 0, 0, 2, 64)
     paged = native.prepare([], [], 16).attend(query, *pages.views, params_for(query))
     rows = native.prepare_rows([], []).attend(query, pages.kv[0][:, 0], pages.kv[0][:, 1], params_for(query))
     assert paged.out.shape == rows.out.shape == (0, 2, 64)

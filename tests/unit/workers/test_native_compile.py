@@ -168,7 +168,6 @@ def test_on_an_unsupported_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (finding.status, finding.fix) == (Status.OK, "")
 
 
-def test_fp32_and_gpus_never_ask_for_it(tools: Path) -> None:
-    assert isinstance(fastest(CPU, torch.float32), TorchAttention)
+def test_gpus_never_ask_for_it(tools: Path) -> None:
     assert isinstance(fastest(GPU, torch.bfloat16), TritonAttention)
     assert num_compiled(tools) == 0

@@ -1,15 +1,12 @@
-// Attention of bf16 queries over bf16 keys and values in pages, on a CPU.
+// Attention of queries over keys and values in pages, on a CPU. The source file defines Element, the type of all
+// numbers, and EXPORT, and includes operations on a block of keys and values.
 //
 // A tile has some query rows (query by query, the G heads that share a kv head) of one kv head. It processes its keys
 // block by block. A large tile rearranges each block for all its rows; a small tile reads it in place.
 //
 // Strides and offsets are in elements.
 
-#ifdef __AVX512BF16__
-#include "block_bf16.h"
-#else
-#include "block_fp32.h"
-#endif
+#pragma once
 
 namespace {
 
@@ -23,8 +20,8 @@ struct Item {
 };
 
 struct Attention {
-  const bf16 *query, *key, *value;
-  bf16* out;
+  const Element *query, *key, *value;
+  Element* out;
   float* lse;
   const int64_t* tables;
   const Item* items;
@@ -45,8 +42,8 @@ class Cursor {
     int i = 0;
     while (i < kBlock && left_ > 0) {
       const int64_t count = std::min({int64_t(kBlock - i), left_, a_.page_size - slot_});
-      const bf16* key = key_ + *table_ * a_.key_strides.page + slot_ * a_.key_strides.slot;
-      const bf16* value = value_ + *table_ * a_.value_strides.page + slot_ * a_.value_strides.slot;
+      const Element* key = key_ + *table_ * a_.key_strides.page + slot_ * a_.key_strides.slot;
+      const Element* value = value_ + *table_ * a_.value_strides.page + slot_ * a_.value_strides.slot;
       for (const int end = i + int(count); i < end; ++i) {
         block.key[i] = key, block.value[i] = value;
         key += a_.key_strides.slot, value += a_.value_strides.slot;
@@ -61,18 +58,18 @@ class Cursor {
   const Attention& a_;
   const int64_t* table_;
   int64_t slot_, left_;
-  const bf16 *key_, *value_;
+  const Element *key_, *value_;
 };
 
 // Merge a finished row into the output, which is initially (0, -inf).
-void write_row(const Found& row, int64_t head_dim, bf16* out, float* lse) {
+void write_row(const Found& row, int64_t head_dim, Element* out, float* lse) {
   const float found = (row.reference + std::log2(row.sum)) * float(M_LN2);
   const float top = std::max(found, *lse);
   const float merged = top + std::log(std::exp(found - top) + std::exp(*lse - top));
   const float mine = std::exp(found - merged) / row.sum, theirs = std::exp(*lse - merged);
   for (int64_t d = 0; d < head_dim; ++d) {
     const float held = theirs > 0 ? as_float(out[d]) * theirs : 0.0f;
-    out[d] = rounded(row.out[d] * mine + held);
+    set(out[d], row.out[d] * mine + held);
   }
   *lse = merged;
 }
@@ -109,7 +106,7 @@ class Tile {
   void read_queries() {
     clear(s_, padded_);
     for (int64_t row = 0; row < padded_; ++row) {
-      const bf16* from = kZeros;
+      const Element* from = kZeros;
       if (row < num_rows_) from = a_.query + token(row) * a_.query_stride + query_head(row) * a_.query_head_stride;
       read_query(s_, row, padded_, from);
       const int64_t query = token(std::min(row, num_rows_ - 1)) - item_.first_query;
@@ -129,7 +126,7 @@ class Tile {
 
 // Process tiles until none is left. Several threads may share one Attention if no two items share a query. Returns 0,
 // or 1 if memory runs out.
-extern "C" int baton_attend(const Attention* a) {
+extern "C" int EXPORT(attend)(const Attention* a) {
   Scratch scratch(a->head_dim, a->scale);
   if (!scratch.memory) return 1;
   int64_t first = 0;

@@ -1,12 +1,15 @@
-// Elementwise operations between a layer's matrix products: norms, rotations, gates. Results are rounded
-// wherever torch rounds.
+// Elementwise operations between a layer's matrix products: norms, rotations, gates. In bf16, results are
+// rounded wherever torch rounds. The source file defines Element, the type of all numbers, and EXPORT.
+
+#pragma once
 
 #include "vectors.h"
 
 namespace {
 
-// Round to the nearest bf16, ties to even. NaN stays NaN.
+// Round to the nearest bf16, ties to even, if that is the type of all numbers. NaN stays NaN.
 inline vec rounded(vec x) {
+  if (sizeof(Element) == 4) return x;
   const words bits = (words)x;
   const words nearest = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
   return x == x ? (vec)nearest : (vec)(bits | 0x400000);
@@ -24,20 +27,23 @@ inline void store(bf16* p, Pairs x, int64_t n) {
   std::memcpy(p, &both, std::min<int64_t>(n, kPairs) * sizeof(bf16));
 }
 
+inline void store(float* p, Pairs x, int64_t n) { std::memcpy(p, &x, std::min<int64_t>(n, kPairs) * sizeof(float)); }
+
 inline vec times(vec a, vec b) { return a * b; }
 inline vec plus(vec a, vec b) { return a + b; }
 inline vec minus(vec a, vec b) { return a - b; }
 
-// e^x for x from -87 to 88.722, with a relative error below 1e-6.
+// e^x for x from -87 to 88.722, with a relative error below 3e-7.
 inline vec exp(vec x) {
-  const vec shift = all(12582912.0f), powers = x * float(M_LOG2E);
-  const vec whole = powers + shift, f = powers - (whole - shift);
-  vec p = f * 1.3333558e-3f + 9.6181291e-3f;
-  p = p * f + 5.5504109e-2f;
-  p = p * f + 2.4022651e-1f;
-  p = p * f + 6.9314718e-1f;
+  const vec shift = all(12582912.0f), whole = x * float(M_LOG2E) + shift - shift;
+  const vec f = x - whole * 0.693359375f + whole * 2.12194440e-4f;  // The two constants add up to ln 2.
+  vec p = f * 1.3888889e-3f + 8.3333333e-3f;
+  p = p * f + 4.1666667e-2f;
+  p = p * f + 1.6666667e-1f;
+  p = p * f + 0.5f;
   p = p * f + 1.0f;
-  return (vec)((ints)p + ((ints)whole << 23));
+  p = p * f + 1.0f;
+  return (vec)((ints)p + ((ints)(whole + shift) << 23));
 }
 
 // x / (1 + e^-x). If e^-x is too large for a float, x is divided by infinity.
@@ -46,7 +52,7 @@ inline vec silu(vec x) {
   return power > most ? x * 0.0f : x / (1.0f + exp(power > most ? most : power));
 }
 
-void normalize(const bf16* x, const bf16* weight, bf16* out, int64_t size, float eps) {
+void normalize(const Element* x, const Element* weight, Element* out, int64_t size, float eps) {
   vec squares = {};
   for (int64_t d = 0; d < size; d += kPairs) {
     const Pairs given = load(x + d, size - d);
@@ -61,7 +67,7 @@ void normalize(const bf16* x, const bf16* weight, bf16* out, int64_t size, float
 }
 
 // Dimensions i and i + head_dim / 2 are a pair.
-void rotate(const bf16* x, const bf16* cos, const bf16* sin, bf16* out, int64_t head_dim) {
+void rotate(const Element* x, const Element* cos, const Element* sin, Element* out, int64_t head_dim) {
   const int64_t half = head_dim / 2;
   for (int64_t d = 0; d < half; d += kPairs) {
     const auto [first, second] = std::pair(load(x + d, half - d), load(x + half + d, half - d));
@@ -75,12 +81,12 @@ void rotate(const bf16* x, const bf16* cos, const bf16* sin, bf16* out, int64_t 
 }  // namespace
 
 // Normalize rows begin to end of x, or of x + y, which is stored in total.
-extern "C" void baton_rms_norm(const bf16* x, const bf16* y, const bf16* weight, bf16* total, bf16* out, int64_t size,
+extern "C" void EXPORT(rms_norm)(const Element* x, const Element* y, const Element* weight, Element* total, Element* out, int64_t size,
                                int64_t x_stride, int64_t y_stride, float eps, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
-    const bf16* given = x + row * x_stride;
+    const Element* given = x + row * x_stride;
     if (y) {
-      bf16* sum = total + row * size;
+      Element* sum = total + row * size;
       for (int64_t d = 0; d < size; d += kPairs)
         store(sum + d, each(plus, load(given + d, size - d), load(y + row * y_stride + d, size - d)), size - d);
       given = sum;
@@ -90,39 +96,39 @@ extern "C" void baton_rms_norm(const bf16* x, const bf16* y, const bf16* weight,
 }
 
 // Rotate the heads of tokens begin to end. With a weight, normalize them first.
-extern "C" void baton_rotate(const bf16* x, const bf16* cos, const bf16* sin, const bf16* weight, bf16* out,
+extern "C" void EXPORT(rotate)(const Element* x, const Element* cos, const Element* sin, const Element* weight, Element* out,
                              int64_t num_heads, int64_t head_dim, int64_t token_stride, int64_t head_stride, float eps,
                              int64_t begin, int64_t end) {
-  bf16 normal[kMostDims];
+  Element normal[kMostDims];
   for (int64_t token = begin; token < end; ++token)
     for (int64_t head = 0; head < num_heads; ++head) {
-      const bf16* given = x + token * token_stride + head * head_stride;
+      const Element* given = x + token * token_stride + head * head_stride;
       if (weight) normalize(given, weight, normal, head_dim, eps);
-      bf16* to = out + (token * num_heads + head) * head_dim;
+      Element* to = out + (token * num_heads + head) * head_dim;
       rotate(weight ? normal : given, cos + token * head_dim, sin + token * head_dim, to, head_dim);
     }
 }
 
 // Write rows begin to end of kv to their slots. Strides are in elements.
-extern "C" void baton_store_kv(bf16* pages, const int64_t* slots, const bf16* kv, int64_t page_size, int64_t num_heads,
+extern "C" void EXPORT(store_kv)(Element* pages, const int64_t* slots, const Element* kv, int64_t page_size, int64_t num_heads,
                                int64_t head_dim, int64_t page_stride, int64_t head_stride, int64_t which_stride,
                                int64_t slot_stride, int64_t row_stride, int64_t kv_which_stride, int64_t kv_head_stride,
                                int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
-    bf16* to = pages + slots[row] / page_size * page_stride + slots[row] % page_size * slot_stride;
-    const bf16* from = kv + row * row_stride;
+    Element* to = pages + slots[row] / page_size * page_stride + slots[row] % page_size * slot_stride;
+    const Element* from = kv + row * row_stride;
     for (int64_t which = 0; which < 2; ++which)
       for (int64_t head = 0; head < num_heads; ++head)
         std::memcpy(to + head * head_stride + which * which_stride,
-                    from + which * kv_which_stride + head * kv_head_stride, head_dim * sizeof(bf16));
+                    from + which * kv_which_stride + head * kv_head_stride, head_dim * sizeof(Element));
   }
 }
 
 // Compute silu(gate) * up for rows begin to end, where each row is [gate, up] with size numbers each.
-extern "C" void baton_swiglu(const bf16* gate_up, bf16* out, int64_t size, int64_t stride, int64_t begin, int64_t end) {
+extern "C" void EXPORT(swiglu)(const Element* gate_up, Element* out, int64_t size, int64_t stride, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row)
     for (int64_t d = 0; d < size; d += kPairs) {
-      const bf16* gate = gate_up + row * stride + d;
+      const Element* gate = gate_up + row * stride + d;
       const Pairs opened = each(silu, load(gate, size - d));
       store(out + row * size + d, each(times, opened, load(gate + size, size - d)), size - d);
     }

@@ -1,0 +1,39 @@
+// A block of keys and values. Element, their type, is defined by the source file.
+
+#pragma once
+
+#include "common.h"
+
+namespace {
+
+constexpr int kBlock = 64;                     // Keys per block.
+constexpr int kTileRows = 384;                 // Rows per tile. Their queries and sums stay in the L2 cache.
+constexpr int kLine = 64 / sizeof(Element);    // Elements per cache line.
+constexpr float kSlack = 40.0f;                // Scores may exceed their reference by this much, in powers of two.
+constexpr float kHidden = -1e30f;              // Score of a key that is not seen.
+constexpr float kUnset = -1e38f;               // Reference of a row before its first block.
+
+// Addresses of the keys and values of one block. Zeros follow the last key.
+struct Block {
+  const Element *key[kBlock], *value[kBlock];
+};
+
+alignas(64) const Element kZeros[kMostDims] = {};
+
+// Prefetch the cache lines that begin in dims d to d + count of the next block's row into the L2 cache. Pages are too
+// short for the processor's own prefetcher.
+inline void prefetch(const Element* row, int64_t d, int64_t count) {
+  for (int64_t line = round_up(d, kLine); line < d + count; line += kLine) __builtin_prefetch(row + line, 0, 2);
+}
+
+inline void prefetch_keys(const Block& next, int64_t first, int64_t end, int64_t head_dim) {
+  for (int64_t i = first; i < end; ++i) prefetch(next.key[i], 0, head_dim), prefetch(next.value[i], 0, head_dim);
+}
+
+// Intermediate result of a row: the weighted sum of values and the sum of weights, which are 2^(score - reference).
+struct Found {
+  const float* out;
+  float sum, reference;
+};
+
+}  // namespace
