@@ -81,7 +81,7 @@ class PagePool(PageMemory):
         """Store ``kv [N, heads, width]`` of one layer at ``slots [N]`` int64. Only the null slot may repeat."""
         pages = self.layer_pages(layer)
         if pages is not None and (kernels := elementwise_kernels(pages)) is not None:
-            kernels.store_kv(pages, slots, kv.view(*kv.shape[:2], 2, -1).transpose(1, 2))
+            kernels.store_kv(pages, slots, kv.view(*kv.shape[:2], 2, pages.shape[-1]).transpose(1, 2))
             return
         page, slot = slots // self.page_size, slots % self.page_size
         for view, rows in zip(self._layers[layer][:2], self.split(layer, kv), strict=True):

@@ -163,5 +163,6 @@ def test_layers_use_them(library: Library, dtype: torch.dtype, monkeypatch: pyte
     layer, x = RMSNorm(8, EPS), torch.ones(2, 8, dtype=dtype)
     layer.weight = torch.nn.Parameter(torch.ones(8, dtype=dtype), requires_grad=False)
     layer(x), layer.of_sum(x, x), gated(x), Rotation(x[:, None], x[:, None]).apply(x[:, None], layer)
-    kv_pool(1, 1, 1, 2, 4, dtype).write(0, torch.arange(2), x.view(2, 1, 8))
+    for num_rows in (2, 0):
+        kv_pool(1, 1, 1, 2, 4, dtype).write(0, torch.arange(num_rows), x[:num_rows, None])
     assert set(used) == NAMES
