@@ -36,7 +36,7 @@ SETTINGS = ("kv.memory_gib=0.25", "transfer.verify=digest")
 CLIENTS = 4
 SAMPLE_S = 5.0
 CALM_S = 15.0
-LARGE, WARM_UP = ("1,024 long prompts", "1,024 choices"), 6
+LARGE, WARM_UP = ("1,024 long prompts", "1,024 choices", "log-probabilities of 128 choices"), 6
 """Legal requests that need most memory, and how often they are sent before the measurement. The heaps no longer grow
 then."""
 
