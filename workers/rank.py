@@ -109,7 +109,7 @@ def _load(
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
     needs = needs_of(geometry.groups)
-    attention = _open_attention(spec, device, dtype, needs)
+    attention = _open_attention(spec, model, needs)
     make_capture = _capture_maker(spec, device, has_windows=geometry.has_windows)
     memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)
     layout = _pool_layout(spec, geometry, memory_gib)
@@ -151,12 +151,13 @@ def _load(
     )
 
 
-def _open_attention(spec: WorkerSpec, device: Device, dtype: torch.dtype, needs: Set[Feature]) -> AttentionBackend:
+def _open_attention(spec: WorkerSpec, model: DecoderModel, needs: Set[Feature]) -> AttentionBackend:
     """Return the attention backend. If its library has elementwise kernels, use them too."""
-    choice = choose_backend(spec.config.resources.attention, device, dtype, needs)
+    setting = spec.config.resources.attention
+    choice = choose_backend(setting, model.device, model.dtype, needs, model.attention)
     _log.info("attention backend %s: %s", choice.name, choice.reason)
-    if choice.name == "native":
-        elementwise.register(device, Library.load())
+    if "native" in choice.name:
+        elementwise.register(model.device, Library.load())
     return choice.backend
 
 

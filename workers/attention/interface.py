@@ -41,6 +41,7 @@ class AttentionShape:
     """Shape of a layer's attention on one rank, and the parameters that the layer passes with every call."""
 
     num_heads: int
+    num_kv_heads: int
     query_dim: int
     """Width of a query, and of a key."""
     value_dim: int

@@ -10,7 +10,8 @@ import torch
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from cluster.spec.kv import KvGroup
-from workers.attention.interface import AttentionBackend, Feature
+from workers.attention.interface import AttentionBackend, AttentionShape, Feature
+from workers.attention.measured import find_fastest
 from workers.device import Device
 from workers.native.compile import CannotCompileError, find_compiler
 
@@ -34,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 class BackendChoice(NamedTuple):
     name: str
+    """Name of the backend, or of both if it combines two."""
     backend: AttentionBackend
     reason: str
 
@@ -59,18 +61,23 @@ def needs_of(groups: Iterable[KvGroup]) -> frozenset[Feature]:
 
 
 def choose_backend(
-    setting: AttentionSetting, device: Device, dtype: torch.dtype, needs: Set[Feature] = frozenset()
+    setting: AttentionSetting,
+    device: Device,
+    dtype: torch.dtype,
+    needs: Set[Feature] = frozenset(),
+    shape: AttentionShape | None = None,
 ) -> BackendChoice:
     """Return the backend that ``resources.attention`` names, or for ``auto`` the fastest one on this machine.
 
-    The native backend is compiled if necessary. ``needs`` are the features that the model's layers require.
+    The native backend is compiled if necessary. ``needs`` are the features that the model's layers require. On a CPU,
+    the fastest backend is measured for layers of this ``shape``. Without one, native counts as the fastest.
 
     Raises:
         UserError: the backend does not support this device, dtype or model, or is not installed.
     """
     name = setting.value
     if setting is AttentionSetting.AUTO:
-        return _fastest(device, needs)
+        return _fastest(device, dtype, needs, shape)
     suitable = {
         name: entry.lacks
         for name, entry in BACKENDS.items()
@@ -97,14 +104,18 @@ def _words(features: Set[Feature]) -> str:
     return " and ".join(sorted(features))
 
 
-def _fastest(device: Device, needs: Set[Feature]) -> BackendChoice:
+def _fastest(device: Device, dtype: torch.dtype, needs: Set[Feature], shape: AttentionShape | None) -> BackendChoice:
     if device.has_kernels:
         return BackendChoice("triton", load_backend("triton"), "reads pages of any size in place")
     if missing := needs & BACKENDS["native"].lacks:
         return BackendChoice("torch", load_backend("torch"), f"native lacks {_words(missing)}")
     try:
-        return BackendChoice("native", load_backend("native"), f"compiled for {find_compiler().kind.name}")
+        native, reason = load_backend("native"), f"compiled for {find_compiler().kind.name}"
     except CannotCompileError as error:
         level = logging.WARNING if error.fix else logging.INFO
         _log.log(level, "attention uses plain torch, at half the speed: %s%s", error, error.fix and f"; {error.fix}")
         return BackendChoice("torch", load_backend("torch"), f"native is unavailable: {error}")
+    if shape is None:
+        return BackendChoice("native", native, reason)
+    name, backend, times = find_fastest({"native": native, "torch": load_backend("torch")}, shape, dtype)
+    return BackendChoice(name, backend, f"{reason}; {times}")

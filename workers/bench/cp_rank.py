@@ -45,8 +45,9 @@ class CpBenchRank:
         self._model.pack()
         geometry = config.kv_geometry("bench", config.dtype, _PAGE_SIZE)
         self._pool = PagePool.of_one_rank(geometry, pages_for(max_len, _PAGE_SIZE))
-        attention = choose_backend(AttentionSetting.AUTO, self._model.device, dtype, needs_of(geometry.groups))
-        if attention.name == "native":
+        needs, shape = needs_of(geometry.groups), self._model.attention
+        attention = choose_backend(AttentionSetting.AUTO, self._model.device, dtype, needs, shape)
+        if "native" in attention.name:
             elementwise.register(CPU, Library.load())
         self._backend = attention.backend
         self._store: ReplicaStore | None = None

@@ -160,6 +160,7 @@ class Attention(nn.Module):
         self.q_size = q.size
         self.shape = AttentionShape(
             num_heads=q.size // config.head_dim,
+            num_kv_heads=kv.size // config.head_dim,
             query_dim=config.head_dim,
             value_dim=config.head_dim,
             params=AttentionParams(config.head_dim**-0.5, window),

@@ -1,0 +1,92 @@
+"""Choice between two CPU backends by their times, with backends whose calls take a given time."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.spec.config import AttentionSetting
+from workers.attention import measured
+from workers.attention.interface import AttentionBackend, AttentionParams, AttentionShape, StepAttention
+from workers.attention.merge import Partial, empty_partial
+from workers.attention.native_backend import NativeAttention
+from workers.attention.registry import choose_backend
+from workers.attention.runs import Run
+from workers.attention.torch_backend import TorchAttention
+from workers.device import CPU
+
+SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, query_dim=8, value_dim=8, params=AttentionParams(0.5))
+
+
+class Clock:
+    now_s = 0.0
+
+
+class Timed(TorchAttention):
+    """Backend whose calls take ``decode_s`` with one query per request, and ``prompt_s`` otherwise."""
+
+    def __init__(self, clock: Clock, decode_s: float, prompt_s: float) -> None:
+        self._clock, self._decode_s, self._prompt_s = clock, decode_s, prompt_s
+        self.num_prepared = 0
+
+    def prepare(self, runs: Sequence[Run], *_: object) -> StepAttention:  # type: ignore[override]
+        self.num_prepared += 1
+        return TimedStep(self._clock, self._decode_s if all(run.count == 1 for run in runs) else self._prompt_s)
+
+
+class TimedStep:
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
+        assert key_pages.shape[1:] == value_pages.shape[1:] == (2, 64, 8)
+        assert params is SHAPE.params
+        self._clock.now_s += self._seconds
+        return empty_partial(query)
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], Timed]:
+    clock = Clock()
+    monkeypatch.setattr("time.thread_time", lambda: clock.now_s)
+    return lambda decode_s, prompt_s: Timed(clock, decode_s, prompt_s)
+
+
+def find(preferred: AttentionBackend, other: AttentionBackend) -> tuple[str, AttentionBackend, str]:
+    return measured.find_fastest({"native": preferred, "torch": other}, SHAPE, torch.float32)
+
+
+def test_the_faster_one_is_used(timed: Callable[[float, float], Timed]) -> None:
+    fast, slow = timed(0.001, 0.01), timed(0.002, 0.02)
+    times = "decode: native 1 ms, torch 2 ms; prompts: native 10 ms, torch 20 ms"
+    assert find(fast, slow) == ("native", fast, times)
+    name, backend, _ = find(slow, fast)
+    assert (name, backend) == ("torch", fast)
+
+
+def test_noise_does_not_decide(timed: Callable[[float, float], Timed]) -> None:
+    preferred, other = timed(0.001, 0.01), timed(0.0009, 0.0085)
+    name, backend, _ = find(preferred, other)
+    assert (name, backend) == ("native", preferred)
+
+
+def test_each_kind_of_step_has_its_fastest(timed: Callable[[float, float], Timed]) -> None:
+    native, other = timed(0.001, 0.03), timed(0.002, 0.01)
+    name, backend, times = find(native, other)
+    assert (name, times) == ("native and torch", "decode: native 1 ms, torch 2 ms; prompts: torch 10 ms, native 30 ms")
+    before = native.num_prepared, other.num_prepared
+    tables = [torch.arange(2)] * 2
+    backend.prepare([Run(0, 5, 1, 1), Run(1, 90, 1, 1)], tables, 64)
+    assert (native.num_prepared, other.num_prepared) == (before[0] + 1, before[1])
+    backend.prepare([Run(0, 5, 1, 1), Run(1, 0, 7, 1)], tables, 64)
+    assert (native.num_prepared, other.num_prepared) == (before[0] + 1, before[1] + 1)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_auto_measures_the_real_ones(dtype: torch.dtype) -> None:
+    choice = choose_backend(AttentionSetting.AUTO, CPU, dtype, shape=SHAPE)
+    assert choice.reason.startswith("compiled for ")
+    assert all(part in choice.reason for part in ("decode: ", "prompts: ", "native ", "torch "))
+    assert isinstance(choice.backend, NativeAttention | TorchAttention | measured.ByQueries)
