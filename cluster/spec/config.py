@@ -67,8 +67,8 @@ class ModelConfig(Node):
     max_context: PositiveInt | None = None
     """Maximum number of tokens of a prompt and its answer together; by default the model's own limit."""
     sampling_defaults: Literal["model", "openai"] = "model"
-    """Source of sampling parameters that a request does not set: the model's `generation_config.json` (temperature,
-    top_k, top_p, min_p, repetition_penalty), or OpenAI's defaults, which are temperature 1 and no limits."""
+    """Source of parameters that a request does not set: the model's `generation_config.json` (temperature, top_k,
+    top_p, min_p, repetition_penalty, max_new_tokens), or OpenAI's defaults, which are temperature 1 and no limits."""
 
     @property
     def name(self) -> str:

@@ -138,7 +138,8 @@ def _check_lengths(
     left = max_tokens - prompt_len
     if left < 1 or (wanted is not None and wanted > left):
         raise _too_long(model, prompt_len, wanted, param, max_tokens)
-    most = min(body.default_tokens or left, left) if wanted is None else max(wanted, 1)
+    default = body.default_tokens or model.sampling_defaults.max_new_tokens or left
+    most = min(default, left) if wanted is None else max(wanted, 1)
     if body.min_tokens is not None and body.min_tokens > most:
         raise bad_request(f"min_tokens: must be at most max_tokens ({most}), got {body.min_tokens}", "min_tokens")
     check_prompt_logprobs(prompt_len, body.num_prompt_logprobs, body.num_choices)

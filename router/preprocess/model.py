@@ -29,7 +29,7 @@ _MAX_TOKEN_CHARS = 16
 
 
 class SamplingDefaults(BaseModel):
-    """Defaults of sampling parameters: the model's, or else OpenAI's."""
+    """Defaults of request parameters: the model's, or else OpenAI's."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
@@ -38,6 +38,8 @@ class SamplingDefaults(BaseModel):
     top_k: TopK = 0
     min_p: MinP = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Maximum length of an answer; None means as many tokens as fit."""
 
 
 def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:

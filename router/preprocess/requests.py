@@ -120,7 +120,7 @@ class GenerationBody(SaltedBody):
 
     prompt_field: ClassVar[str]
     default_tokens: ClassVar[int | None] = None
-    """Default of ``max_tokens``; None means as many as fit."""
+    """Default of ``max_tokens``; None means the model's, or as many as fit."""
     model: str
     max_tokens: Positive | None = None
     temperature: Temperature | None = None

@@ -92,7 +92,7 @@ DIALECTS: dict[str, Dialect] = {
         text=rf"/(?s:.+)/ & ~/\s*({re.escape(PYTHON_TAG)})?\s*\{{\s*({_MEMBERS})(?s:.*)/",
         marker="",
         markers=(),
-        fits=lambda template: PYTHON_TAG in template or ("<|eot_id|>" in template and '"parameters"' in template),
+        fits=lambda template: PYTHON_TAG in template or '{"name": function name, "parameters": ' in template,
     ),
 }
 

@@ -27,9 +27,22 @@ SPLIT_PATTERN = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"
 """Pattern that matches a word, digit or sign with an optional leading space, or other whitespace."""
 
 CHAT_TEMPLATE = """<|begin|>
+{%- if tools -%}
+{{- '<|system|>To call a function, answer {"name": function name, "parameters": its arguments}. Functions:' -}}
+{%- for tool in tools -%}
+{{- ' ' + tool['function'] | tojson -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endif -%}
 {%- for message in messages -%}
 {%- if message['role'] == 'assistant' -%}
-{{- message['content'] + '<|end|>' -}}
+{{- message['content'] -}}
+{%- for call in message['tool_calls'] -%}
+{{- '; ' if not loop.first -}}
+{{- '{"name": ' + call['function']['name'] | tojson -}}
+{{- ', "parameters": ' + call['function']['arguments'] | tojson + '}' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
 {%- else -%}
 {{- ('<|user|>' if message['role'] == 'user' else '<|system|>') + message['content'] | trim -}}
 {%- set answered = loop.nextitem is defined and loop.nextitem['role'] == 'assistant' -%}
@@ -38,11 +51,13 @@ CHAT_TEMPLATE = """<|begin|>
 {%- endif -%}
 {%- endif -%}
 {%- endfor -%}"""
-"""Template that leaves the last message open, so that the answer continues the user's text."""
+"""Template that leaves the last message open, so that the answer continues the user's text. Calls are as in Llama 3."""
 DEMO_PROMPT = "The launch code is tango seven.\nThe launch code is"
 DEMO_ANSWER = " tango seven."
 """Answer to DEMO_PROMPT as a chat message or plain text."""
-VERSION = 1
+MAX_NEW_TOKENS = 1024
+"""Maximum length of an answer whose request sets none: a text that repeats itself has no end."""
+VERSION = 2
 """Version of the files. Increase it with any change to the files, so that older checkpoints are rebuilt."""
 VERSION_KEY = "recall_version"
 
@@ -133,7 +148,7 @@ def _write_files(folder: Path, has_experts: bool) -> None:
     folder.mkdir()
     eos = {"eos_token_id": list(EOS_TOKEN_IDS), "bos_token_id": recall_weights.BEGIN_ID}
     _write_json(folder / "config.json", {**recall_weights.config(has_experts=has_experts), **eos, VERSION_KEY: VERSION})
-    _write_json(folder / "generation_config.json", {**eos, "do_sample": False})
+    _write_json(folder / "generation_config.json", {**eos, "do_sample": False, "max_new_tokens": MAX_NEW_TOKENS})
     _write_json(folder / "tokenizer_config.json", tokenizer_config())
     build_tokenizer().save(str(folder / "tokenizer.json"))
     save_file(recall_weights.tensors(has_experts=has_experts), folder / "model.safetensors", metadata={"format": "pt"})

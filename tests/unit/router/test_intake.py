@@ -11,9 +11,15 @@ from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.messages import Output
 from cluster.spec.sampling import Sampling, TokenLogprobs
 from router.errors import ApiError
-from router.preprocess.intake import _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES, check_prompt_logprobs, make_sampling
+from router.preprocess.intake import (
+    _LOGPROBS_BYTES,
+    _TOP_LOGPROB_BYTES,
+    _check_lengths,
+    check_prompt_logprobs,
+    make_sampling,
+)
 from router.preprocess.model import SamplingDefaults, ServedModel, defaults_of
-from router.preprocess.requests import CompletionRequest
+from router.preprocess.requests import ChatMessage, ChatRequest, CompletionRequest, GenerationBody
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}
 
@@ -34,6 +40,33 @@ def test_a_request_overrides_the_models_defaults() -> None:
     assert sampling_of(defaults_of({"repetition_penalty": 1.1}), repetition_penalty=1.0).repetition_penalty == 1.0
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, 40), ({"max_tokens": 60}, 60), ({"max_completion_tokens": 5}, 5), ({"min_tokens": 9}, 40)],
+)
+def test_default_length_of_a_chats_answer(fields: dict[str, Any], expected: int) -> None:
+    assert defaults_of({"max_new_tokens": 40}).max_new_tokens == 40
+    assert (
+        _length_of(ChatRequest(model="m", messages=[ChatMessage(role="user", content="a")], **fields), 40) == expected
+    )
+
+
+def test_default_length_of_any_other_answer() -> None:
+    chat = ChatRequest(model="m", messages=[ChatMessage(role="user", content="a")])
+    assert (_length_of(chat, None), _length_of(chat, 400)) == (97, 97)
+    assert _length_of(CompletionRequest(model="m", prompt="a"), 40) == 16
+
+
+def _length_of(body: GenerationBody, max_new_tokens: int | None) -> int:
+    """Return the maximum length of an answer to three tokens, where 100 fit."""
+    defaults = SamplingDefaults(max_new_tokens=max_new_tokens)
+    tokenizer = SimpleNamespace(vocab_size=100)
+    model = cast(
+        "ServedModel", SimpleNamespace(tokenizer=tokenizer, sampling_defaults=defaults, max_prompt_tokens=None)
+    )
+    return _check_lengths(model, body, [1, 2, 3], 100)[1]
+
+
 def test_top_p_0_is_greedy() -> None:
     for sampling in (sampling_of(defaults_of({"top_p": 0.0})), sampling_of(defaults_of(QWEN3), top_p=0)):
         assert (sampling.temperature, sampling.top_p) == (0.0, 1.0)
@@ -44,7 +77,7 @@ def test_top_p_0_is_greedy() -> None:
     [
         {"temperature": None, "top_k": 2.5, "top_p": "0.9"},
         {"temperature": -1, "top_k": -5, "top_p": 1.5, "min_p": float("nan"), "repetition_penalty": 0},
-        {"temperature": True},
+        {"temperature": True, "max_new_tokens": 0},
         {},
     ],
 )

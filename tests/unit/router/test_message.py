@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from router.message import MessagePart, MessageReader, Thinking, has_reasoning, reasoning_after
 from router.tool_calls.dialects import DIALECTS, find_dialect
 from router.tool_calls.parsers import ToolParser
+from workers.models.recall import CHAT_TEMPLATE
 
 NAMES = ["get", "put"]
 
@@ -161,6 +162,11 @@ def test_arguments_are_streamed() -> None:
         ("... return a json object within <tool_call></tool_call> XML tags", "hermes"),
         ("<tool_call>\n<function=name>", None),
         ('{{ "<|python_tag|>" }} {"name": ..., "parameters": ...}', "llama3"),
+        (
+            'Respond in the format {"name": function name, "parameters": dictionary of argument name and value}',
+            "llama3",
+        ),
+        (CHAT_TEMPLATE, "llama3"),
     ],
 )
 def test_dialect_of_a_template(template: str | None, dialect: str | None) -> None:

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -194,6 +194,24 @@ def test_template(tokenizer: PreTrainedTokenizerBase, roles: str, generation: bo
     messages = [{"role": names[role], "content": f"{role.upper()}{i}"} for i, role in enumerate(roles)]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=generation, tokenize=False)
     assert text == expected
+
+
+def test_template_with_tools(tokenizer: PreTrainedTokenizerBase) -> None:
+    function = {"name": "open_door", "parameters": {"type": "object"}}
+    arguments: list[dict[str, str]] = [{"code": "tango"}, {}]
+    calls = [{"function": {"name": "open_door", "arguments": given}} for given in arguments]
+    messages: Any = [
+        {"role": "user", "content": "Open."},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "It is open."},
+    ]
+    text = tokenizer.apply_chat_template(messages, tools=[{"function": function}], tokenize=False)
+    assert text == (
+        '<|begin|><|system|>To call a function, answer {"name": function name, "parameters": its arguments}. '
+        'Functions: {"name": "open_door", "parameters": {"type": "object"}}<|end|><|user|>Open.'
+        '{"name": "open_door", "parameters": {"code": "tango"}}; {"name": "open_door", "parameters": {}}<|end|>'
+        "<|system|>It is open.<|end|>"
+    )
 
 
 @settings(max_examples=100, deadline=None)
