@@ -18,8 +18,9 @@ from router.preprocess.requests import FORM_FIELDS, GenerationBody
 
 MAX_GRAMMAR_CHARS = 1024 * 1024
 """Maximum length of a grammar, which is sent with the request."""
-_WHITE_SPACE = r"[ \t\r\n]{0,40}"
-"""White space between JSON tokens. It is limited because a model could otherwise generate it endlessly."""
+_WHITE_SPACE = r"( |\n[ \t]{0,40})?"
+"""White space between JSON tokens: a space, or a line break with indentation. A model that samples would otherwise
+generate any at length."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _HOLDING = frozenset(
