@@ -38,6 +38,12 @@ class ProcessId:
     pid: int
     start_ticks: int
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the process started."""
+        boot_s = float(Path("/proc/uptime").read_text().split()[0])
+        return boot_s - self.start_ticks / os.sysconf("SC_CLK_TCK")
+
 
 def start_trimming() -> None:
     """Start a thread that returns this process's free memory to the kernel twice a minute.

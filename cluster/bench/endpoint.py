@@ -38,6 +38,18 @@ def first_model(client: httpx.Client) -> str:
     return str(models[0]["id"])
 
 
+def count_tokens(client: httpx.Client, model: str, text: str) -> int:
+    """Return the number of tokens of a text.
+
+    Raises:
+        EndpointError: the endpoint responds with an error.
+    """
+    response = client.post("/tokenize", json={"model": model, "prompt": text, "add_special_tokens": False})
+    if response.status_code != 200:
+        raise EndpointError(f"/tokenize: HTTP {response.status_code}: {error_message(response.text)}")
+    return int(response.json()["count"])
+
+
 def parse_line(line: str) -> dict[str, Any] | None:
     """Return the object in a line of an event stream, or None if the line has no object.
 

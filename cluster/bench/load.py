@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -35,6 +35,18 @@ class RequestRecord:
     trace_path: str | None = None
     """Path of the request's trace at the endpoint."""
     error: str | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token."""
+        return self.arrivals_s[0] - self.sent_s if self.arrivals_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first. A response that arrives in one chunk hides it: 0."""
+        if not self.arrivals_s or self.num_output_tokens < 2:
+            return None
+        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.num_output_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +83,37 @@ class Report:
     """Inter-token latency, one value per pair of consecutive chunks."""
     e2el_ms: Quantiles | None
     """End-to-end latency."""
+    goodput: float | None
+    """Requests per second that reached all goals; None if there are no goals."""
     errors: dict[str, int]
 
 
+class Goals(NamedTuple):
+    """Latencies in milliseconds that a request must not exceed. None sets no limit."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2el: float | None = None
+
+    def reached(self, record: RequestRecord) -> bool:
+        latencies_s = (record.ttft_s, record.tpot_s, record.ended_s - record.sent_s)
+        return all(
+            goal is None or latency_s is None or 1000 * latency_s <= goal
+            for goal, latency_s in zip(self, latencies_s, strict=True)
+        )
+
+
 async def run_load(
-    url: str, model: str, workload: Workload, *, traced: bool = False, on_progress: Callable[[], None] = lambda: None
+    url: str,
+    model: str,
+    workload: Workload,
+    *,
+    traced: bool = False,
+    on_progress: Callable[[RequestRecord], None] = lambda _: None,
 ) -> list[RequestRecord]:
     """Send a warm-up request and then the workload. Return one record per request, in order of arrival.
 
-    With ``traced``, the endpoint traces the middle request.
+    With ``traced``, the endpoint traces the middle request. ``on_progress`` is called when a request ends.
 
     Raises:
         EndpointError: the warm-up request failed.
@@ -100,7 +134,7 @@ async def run_load(
             await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.monotonic()))
             async with limit:
                 record = await complete(client, model, request, traced=index == middle)
-            on_progress()
+            on_progress(record)
             return record
 
         async with asyncio.TaskGroup() as group:
@@ -181,10 +215,9 @@ def fetch_trace(url: str, record: RequestRecord) -> bytes:
     return response.content
 
 
-def summarize(records: Sequence[RequestRecord]) -> Report:
+def summarize(records: Sequence[RequestRecord], goals: Goals | None = None) -> Report:
     """Compute the metrics from at least one record."""
     good = [record for record in records if record.error is None]
-    started = [record for record in good if record.arrivals_s]
     duration_s = max(record.ended_s for record in records) - min(record.sent_s for record in records)
     prompt_tokens = sum(record.num_prompt_tokens for record in good)
     output_tokens = sum(record.num_output_tokens for record in good)
@@ -198,19 +231,13 @@ def summarize(records: Sequence[RequestRecord]) -> Report:
         requests_per_s=len(good) / duration_s,
         output_tokens_per_s=output_tokens / duration_s,
         total_tokens_per_s=(prompt_tokens + output_tokens) / duration_s,
-        ttft_ms=_quantiles_ms([record.arrivals_s[0] - record.sent_s for record in started]),
-        # A response that arrives in one chunk hides the time between its tokens, so its TPOT is 0.
-        tpot_ms=_quantiles_ms(
-            [
-                (record.arrivals_s[-1] - record.arrivals_s[0]) / (record.num_output_tokens - 1)
-                for record in started
-                if record.num_output_tokens > 1
-            ]
-        ),
+        ttft_ms=_quantiles_ms([record.ttft_s for record in good if record.ttft_s is not None]),
+        tpot_ms=_quantiles_ms([record.tpot_s for record in good if record.tpot_s is not None]),
         itl_ms=_quantiles_ms(
             [later - earlier for record in good for earlier, later in itertools.pairwise(record.arrivals_s)]
         ),
         e2el_ms=_quantiles_ms([record.ended_s - record.sent_s for record in good]),
+        goodput=None if goals is None else sum(map(goals.reached, good)) / duration_s,
         errors=dict(Counter(record.error for record in records if record.error is not None)),
     )
 

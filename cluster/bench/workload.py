@@ -1,14 +1,8 @@
-"""Workloads of `baton bench serve`: random prompts, or the replay of a trace.
-
-Traces are in Mooncake's format (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): JSON lines with a
-``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``, one for every 512 prompt tokens.
-Two prompts share a prefix up to the first difference in their hash ids.
-"""
+"""Workloads of `baton bench serve`: random prompts, texts, or the replay of a trace."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import msgspec
 
@@ -23,20 +17,34 @@ BLOCK_LEN = 512
 """Number of prompt tokens that one hash id stands for."""
 
 
+_WARM_UP_LEN = 256
+"""Number of prompt tokens of the warm-up request before texts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomPrompt:
+    """Prompt of random tokens. Prompts with equal leading seeds share a prefix."""
+
+    input_len: int
+    block_len: int
+    block_seeds: tuple[str, ...]
+    """Random seed of each block."""
+
+    def token_ids(self) -> list[int]:
+        tokens = [token for seed in self.block_seeds for token in random_tokens(seed, self.block_len)]
+        return tokens[: self.input_len]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
     arrival_s: float
     """Time to send the request, in seconds after the start."""
-    input_len: int
     output_len: int
-    block_len: int
-    block_seeds: tuple[str, ...]
-    """Random seed of each block of the prompt. Requests with equal leading seeds share a prefix."""
+    prompt: RandomPrompt | str
 
-    def make_prompt(self) -> list[int]:
-        """Return the token ids. They are generated on demand because all prompts together may not fit in memory."""
-        tokens = [token for seed in self.block_seeds for token in random_tokens(seed, self.block_len)]
-        return tokens[: self.input_len]
+    def make_prompt(self) -> list[int] | str:
+        """Return token ids, generated on demand because those of all prompts may not fit in memory, or a text."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt.token_ids()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +58,11 @@ class Workload:
     def warm_up(self) -> PlannedRequest:
         """Request with the lengths of the first request, and with no prefix in common with any other."""
         first = self.requests[0]
-        return replace(first, block_seeds=tuple(f"warm-up {seed}" for seed in first.block_seeds))
+        if isinstance(first.prompt, str):
+            prompt = _random_prompt(_WARM_UP_LEN, "warm-up")
+        else:
+            prompt = replace(first.prompt, block_seeds=tuple(f"warm-up {seed}" for seed in first.prompt.block_seeds))
+        return replace(first, prompt=prompt)
 
 
 def random_workload(
@@ -67,18 +79,29 @@ def random_workload(
     if request_rate is not None:
         _check_positive("--request-rate", request_rate)
     requests = [
-        PlannedRequest(
-            arrival_s=arrival_s,
-            input_len=input_len,
-            output_len=output_len,
-            block_len=input_len,
-            block_seeds=(f"prompt {index}",),
-        )
+        PlannedRequest(arrival_s=arrival_s, output_len=output_len, prompt=_random_prompt(input_len, f"prompt {index}"))
         for index, arrival_s in enumerate(_arrivals_s(num_requests, request_rate))
     ]
-    rate = f"{request_rate:g} requests/s" if request_rate else "closed loop"
-    title = f"{num_requests} requests of {input_len}/{output_len} tokens, {rate}, {_describe_limit(concurrency)}"
+    title = f"{num_requests} requests of {input_len}/{output_len} tokens, {_describe_load(request_rate, concurrency)}"
     return Workload(requests=requests, concurrency=concurrency, title=title)
+
+
+def text_workload(
+    texts: Sequence[tuple[str, int]], *, name: str, concurrency: int | None, request_rate: float | None = None
+) -> Workload:
+    """Return requests with the given prompts and lengths of answers. ``request_rate`` is as in `random_workload`."""
+    if request_rate is not None:
+        _check_positive("--request-rate", request_rate)
+    requests = [
+        PlannedRequest(arrival_s=arrival_s, output_len=output_len, prompt=text)
+        for (text, output_len), arrival_s in zip(texts, _arrivals_s(len(texts), request_rate), strict=True)
+    ]
+    title = f"{len(texts)} requests of {name}, {_describe_load(request_rate, concurrency)}"
+    return Workload(requests=requests, concurrency=concurrency, title=title)
+
+
+def _random_prompt(input_len: int, seed: str) -> RandomPrompt:
+    return RandomPrompt(input_len=input_len, block_len=input_len, block_seeds=(seed,))
 
 
 def _arrivals_s(count: int, rate: float | None) -> list[float]:
@@ -91,41 +114,14 @@ def _arrivals_s(count: int, rate: float | None) -> list[float]:
 
 
 class TraceEntry(msgspec.Struct, frozen=True):
+    """Request of a trace. Two prompts share a prefix up to the first difference in their hash ids."""
+
     timestamp: float
     """Arrival time in milliseconds."""
     input_length: int
     output_length: int
     hash_ids: list[int]
-
-
-def read_trace(path: Path, most: int | None = None) -> list[TraceEntry]:
-    """Return the entries of a trace file, sorted by time; with ``most``, only that many of the earliest.
-
-    Raises:
-        UserError: the file cannot be read, is empty, or has an invalid line.
-    """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    entries = [_entry(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not entries:
-        raise UserError(f"{path}: got no requests; allowed: 1 or more")
-    return sorted(entries, key=lambda entry: entry.timestamp)[:most]
-
-
-def _entry(where: str, line: bytes) -> TraceEntry:
-    try:
-        entry = msgspec.json.decode(line, type=TraceEntry)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{where}: {error}") from error
-    if entry.input_length < 1 or entry.output_length < 0:
-        given = f"input_length {entry.input_length} and output_length {entry.output_length}"
-        raise UserError(f"{where}: got {given}; allowed: input_length of 1 or more, output_length of 0 or more")
-    if len(entry.hash_ids) * BLOCK_LEN < entry.input_length:
-        given = f"{entry.input_length} tokens and {len(entry.hash_ids)} hash_ids"
-        raise UserError(f"{where}: got {given}; allowed: at least one id for every {BLOCK_LEN} tokens")
-    return entry
+    """One id for every 512 prompt tokens."""
 
 
 def trace_workload(
@@ -143,10 +139,12 @@ def trace_workload(
     requests = [
         PlannedRequest(
             arrival_s=(entry.timestamp - first_ms) / 1000 / speed,
-            input_len=max(1, entry.input_length * block_len // BLOCK_LEN),
             output_len=max(1, entry.output_length * block_len // BLOCK_LEN),
-            block_len=block_len,
-            block_seeds=tuple(f"block {hash_id}" for hash_id in entry.hash_ids),
+            prompt=RandomPrompt(
+                input_len=max(1, entry.input_length * block_len // BLOCK_LEN),
+                block_len=block_len,
+                block_seeds=tuple(f"block {hash_id}" for hash_id in entry.hash_ids),
+            ),
         )
         for entry in entries
     ]
@@ -163,6 +161,11 @@ def _check_positive(option: str, value: float) -> None:
 def random_tokens(seed: str, count: int) -> list[int]:
     """Return ids of ordinary tokens. Equal seeds yield equal ids."""
     return random.Random(seed).choices(range(FIRST_TOKEN_ID, VOCAB_SIZE), k=count)
+
+
+def _describe_load(request_rate: float | None, concurrency: int | None) -> str:
+    rate = f"{request_rate:g} requests/s" if request_rate else "closed loop"
+    return f"{rate}, {_describe_limit(concurrency)}"
 
 
 def _describe_limit(concurrency: int | None) -> str:

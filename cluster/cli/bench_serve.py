@@ -4,46 +4,75 @@ import asyncio
 import dataclasses
 import json
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import httpx
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from cluster.bench.endpoint import EndpointError, first_model, key_headers
-from cluster.bench.load import Report, RequestRecord, fetch_trace, run_load, summarize
-from cluster.bench.workload import Workload, random_workload, read_trace, trace_workload
+from cluster.bench.dataset import PromptEntry, read_dataset
+from cluster.bench.endpoint import EndpointError, count_tokens, first_model, key_headers
+from cluster.bench.load import Goals, Report, RequestRecord, fetch_trace, run_load, summarize
+from cluster.bench.workload import TraceEntry, Workload, random_workload, text_workload, trace_workload
 from cluster.cli.bench import Json, fail, print_table
+from cluster.cli.chat import Url
+from cluster.cli.commands import Cluster
+from cluster.cli.running import endpoint_url
+from cluster.spec.errors import UserError
 
 NUM_REQUESTS, CONCURRENCY = 32, 4
 
+Entries = list[TraceEntry] | list[PromptEntry] | None
+
 
 def serve(
-    url: Annotated[str, typer.Option(help="Base URL of the endpoint.")] = "http://127.0.0.1:8000",
+    url: Url = None,
+    cluster: Cluster = None,
     model: Annotated[str | None, typer.Option(help="Model name. Default: the endpoint's first model.")] = None,
     num_requests: Annotated[
-        int | None, typer.Option(help=f"Number of requests. Default: {NUM_REQUESTS}, or the entire trace.", min=1)
+        int | None, typer.Option(help=f"Number of requests. Default: {NUM_REQUESTS}, or the entire dataset.", min=1)
     ] = None,
-    input_len: Annotated[int, typer.Option(help="Input tokens per request. Ignored with --trace.", min=1)] = 512,
-    output_len: Annotated[int, typer.Option(help="Output tokens per request. Ignored with --trace.", min=1)] = 64,
+    input_len: Annotated[int, typer.Option(help="Tokens of each random prompt.", min=1)] = 512,
+    output_len: Annotated[
+        int, typer.Option(help="Output tokens per request, unless the dataset has their number.", min=1)
+    ] = 64,
     concurrency: Annotated[
         int | None,
         typer.Option(
             help=f"Maximum number of requests in flight. Default: {CONCURRENCY}, or unlimited with --request-rate "
-            "or --trace.",
+            "or a trace.",
             min=1,
         ),
     ] = None,
     request_rate: Annotated[
         float | None, typer.Option(help="Mean number of requests per second, with Poisson arrivals.")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Mooncake trace to replay, with its lengths, arrival times and common prefixes.")
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of requests instead of random prompts: a Mooncake trace (replayed with its lengths, arrival "
+            'times and common prefixes), ShareGPT conversations, or JSON lines with "prompt" and "output_len".'
+        ),
     ] = None,
-    trace_scale: Annotated[float, typer.Option(help="Factor for the trace's lengths.")] = 1.0,
-    trace_speed: Annotated[float, typer.Option(help="Factor for the trace's arrival rate.")] = 1.0,
+    trace_scale: Annotated[float, typer.Option(help="Factor for a trace's lengths.")] = 1.0,
+    trace_speed: Annotated[float, typer.Option(help="Factor for a trace's arrival rate.")] = 1.0,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LATENCY:MS",
+            help="Count the requests per second whose latency is at most this, as in ttft:2000, tpot:50 or e2el:9000. "
+            "Repeatable.",
+        ),
+    ] = None,
+    save: Annotated[
+        typer.FileTextWrite | None,
+        typer.Option(help="JSON file for the report and all requests.", lazy=False, metavar="<path>"),
+    ] = None,
     trace_out: Annotated[
         typer.FileBinaryWrite | None,
         typer.Option(
@@ -53,21 +82,39 @@ def serve(
     as_json: Json = False,
 ) -> None:
     """Benchmark the latency, throughput and cache hits of a running endpoint."""
-    if trace is not None:
-        entries = read_trace(trace, num_requests)
-        workload = trace_workload(entries, scale=trace_scale, speed=trace_speed, concurrency=concurrency)
-    else:
-        workload = random_workload(
+    goals = _goals(goodput) if goodput else None
+    entries: Entries = read_dataset(dataset, num_requests) if dataset is not None else None
+
+    def plan(client: httpx.Client, model: str) -> Workload:
+        if entries and isinstance(entries[0], TraceEntry):
+            traced = [entry for entry in entries if isinstance(entry, TraceEntry)]
+            return trace_workload(traced, scale=trace_scale, speed=trace_speed, concurrency=concurrency)
+        limit = CONCURRENCY if concurrency is None and request_rate is None else concurrency
+        if dataset is not None:
+            texts = [entry for entry in entries or () if isinstance(entry, PromptEntry)]
+            return text_workload(
+                _with_lengths(client, model, texts, output_len),
+                name=dataset.name,
+                concurrency=limit,
+                request_rate=request_rate,
+            )
+        return random_workload(
             num_requests=num_requests or NUM_REQUESTS,
             input_len=input_len,
             output_len=output_len,
-            concurrency=CONCURRENCY if concurrency is None and request_rate is None else concurrency,
+            concurrency=limit,
             request_rate=request_rate,
         )
-    served, records = _measure(url, model, workload, traced=trace_out is not None)
-    report = summarize(records)
+
+    url = endpoint_url(url, cluster)
+    served, workload, records = _measure(url, model, plan, traced=trace_out is not None)
+    report = summarize(records, goals)
+    result = {"url": url, "model": served, "workload": workload.title, **dataclasses.asdict(report)}
+    if save is not None:
+        json.dump(result | {"requests": [dataclasses.asdict(record) for record in records]}, save)
+        save.write("\n")
     if as_json:
-        print(json.dumps({"url": url, "model": served, "workload": workload.title, **dataclasses.asdict(report)}))
+        print(json.dumps(result))
     else:
         _print_report(f"{served}: {workload.title}", report)
     if report.completed == 0:
@@ -76,20 +123,63 @@ def serve(
         _write_trace(url, records[len(records) // 2], trace_out)
 
 
-def _measure(url: str, model: str | None, workload: Workload, *, traced: bool) -> tuple[str, list[RequestRecord]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def _goals(given: Sequence[str]) -> Goals:
+    goals = Goals()
+    for text in given:
+        name, _, number = text.partition(":")
+        try:
+            limit_ms = float(number)
+        except ValueError:
+            limit_ms = 0.0
+        if name not in Goals._fields or not limit_ms > 0:
+            raise UserError(f"--goodput: got {text!r}; allowed: {', '.join(f'{it}:MS' for it in Goals._fields)}")
+        goals = goals._replace(**{name: limit_ms})
+    return goals
+
+
+def _with_lengths(
+    client: httpx.Client, model: str, texts: Sequence[PromptEntry], default: int
+) -> list[tuple[str, int]]:
+    """Return prompts and lengths of answers. The endpoint counts the tokens of answers that are texts."""
+    return [
+        (entry.prompt, entry.output_len or (count_tokens(client, model, entry.answer) if entry.answer else default))
+        for entry in texts
+    ]
+
+
+def _measure(
+    url: str, model: str | None, plan: Callable[[httpx.Client, str], Workload], *, traced: bool
+) -> tuple[str, Workload, list[RequestRecord]]:
     try:
-        if model is None:
-            with httpx.Client(base_url=url, timeout=60.0, headers=key_headers()) as client:
-                model = first_model(client)
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("requests", total=len(workload.requests))
-            load = run_load(url, model, workload, traced=traced, on_progress=lambda: progress.advance(task))
-            return model, asyncio.run(load)
+        with httpx.Client(base_url=url, timeout=60.0, headers=key_headers()) as client:
+            model = model or first_model(client)
+            workload = plan(client, model)
+        with _progress(len(workload.requests)) as on_progress:
+            load = run_load(url, model, workload, traced=traced, on_progress=on_progress)
+            return model, workload, asyncio.run(load)
     except (httpx.HTTPError, httpx.InvalidURL, EndpointError) as error:
         fail(f"{url}: {error}")
     except KeyboardInterrupt:
         fail("interrupted", 130)
+
+
+@contextmanager
+def _progress(num_requests: int) -> Iterator[Callable[[RequestRecord], None]]:
+    """Show finished requests, the rate of output tokens so far, and the remaining time."""
+    columns = (
+        *(TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")),
+        *(TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task, start_s, num_tokens = progress.add_task("", total=num_requests), time.monotonic(), 0
+
+        def on_progress(record: RequestRecord) -> None:
+            nonlocal num_tokens
+            num_tokens += record.num_output_tokens
+            rate = num_tokens / (time.monotonic() - start_s)
+            progress.update(task, advance=1, description=f"{rate:,.0f} output tokens/s")
+
+        yield on_progress
 
 
 def _write_trace(url: str, record: RequestRecord, file: typer.FileBinaryWrite) -> None:
@@ -113,5 +203,7 @@ def _print_report(title: str, report: Report) -> None:
         f"{report.requests_per_s:.2f} requests/s, {report.output_tokens_per_s:.1f} output tokens/s, "
         f"{report.total_tokens_per_s:.1f} total tokens/s, cache hit rate {report.hit_rate:.2%}"
     )
+    if report.goodput is not None:
+        print(f"goodput: {report.goodput:.2f} requests/s reach all goals")
     for error, count in report.errors.items():
         print(f"{count} x {error}")

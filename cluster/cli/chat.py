@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -10,16 +11,27 @@ import httpx
 import typer
 
 from cluster.bench.endpoint import EndpointError, error_message, first_model, key_headers, parse_line
+from cluster.cli.commands import Cluster
+from cluster.cli.running import endpoint_url
+
+Url = Annotated[
+    str | None,
+    typer.Option(help="Base URL of the endpoint. Default: the running cluster, or port 8000.", show_default=False),
+]
+
+_HELP = "Ctrl-C stops an answer, Ctrl-D exits, /clear starts a new conversation, /help shows this."
 
 
 def chat(
     message: Annotated[str | None, typer.Option("--message", "-m", help="Send one message and exit.")] = None,
-    url: Annotated[str, typer.Option(help="Base URL of the endpoint.")] = "http://127.0.0.1:8000",
+    url: Url = None,
+    cluster: Cluster = None,
     model: Annotated[str | None, typer.Option(help="Model name. Default: the endpoint's first model.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum number of output tokens.", min=1)] = 512,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0)] = 0.0,
 ) -> None:
     """Chat with a running endpoint."""
+    url = endpoint_url(url, cluster)
     try:
         timeout = httpx.Timeout(600.0, connect=10.0)
         with httpx.Client(base_url=url, timeout=timeout, headers=key_headers()) as client:
@@ -28,7 +40,7 @@ def chat(
             if message is not None:
                 _print_answer(conversation, message)
             else:
-                print(f"{name} at {url}. Ctrl-C stops an answer, Ctrl-D exits, /reset starts a new conversation.")
+                print(f"{name} at {url}. {_HELP}")
                 _loop(conversation)
     except (httpx.HTTPError, httpx.InvalidURL, EndpointError) as error:
         print(f"baton chat: {url}: {error}", file=sys.stderr)
@@ -44,6 +56,8 @@ class Conversation:
     max_tokens: int
     temperature: float
     messages: list[dict[str, str]] = field(default_factory=list)
+    speed: str = ""
+    """Number of tokens of the last answer, time to its first text, and rate of the rest."""
 
     def ask(self, text: str) -> Generator[str, None, None]:
         """Yield the answer in pieces as they arrive. The conversation keeps interrupted answers but not failed ones.
@@ -70,16 +84,28 @@ class Conversation:
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "stream": True,
+            "stream_options": {"include_usage": True},
         }
+        sent_s, first_s, num_tokens = time.monotonic(), None, 0
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 response.read()
                 raise EndpointError(f"HTTP {response.status_code}: {error_message(response.text)}")
             for line in response.iter_lines():
                 event = parse_line(line) or {}
+                num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
                 for choice in event.get("choices", ()):
                     if piece := choice["delta"].get("content"):
+                        first_s = first_s or time.monotonic()
                         yield piece
+        self.speed = _speed(num_tokens, (first_s or time.monotonic()) - sent_s, time.monotonic() - sent_s)
+
+
+def _speed(num_tokens: int, first_s: float, total_s: float) -> str:
+    parts = [f"{num_tokens} tokens", f"first after {first_s:.2f} s"]
+    if num_tokens > 1 and total_s > first_s:
+        parts.append(f"then {(num_tokens - 1) / (total_s - first_s):.1f} tokens/s")
+    return f"[{', '.join(parts)}]"
 
 
 def _loop(conversation: Conversation) -> None:
@@ -95,16 +121,27 @@ def _loop(conversation: Conversation) -> None:
         except KeyboardInterrupt:
             print()
             continue
-        if text.strip() == "/reset":
-            conversation.messages.clear()
-            print("New conversation.")
-        elif text.strip():
-            try:
-                _print_answer(conversation, text)
-            except KeyboardInterrupt:
-                print(" [stopped]")
-            except (EndpointError, httpx.HTTPError) as error:
-                print(f"[{error}]", file=sys.stderr)
+        match text.strip():
+            case "":
+                continue
+            case "/help":
+                print(_HELP)
+            case "/clear":
+                conversation.messages.clear()
+                print("New conversation.")
+            case _:
+                _answer(conversation, text)
+
+
+def _answer(conversation: Conversation, text: str) -> None:
+    """Print an answer and its speed. Errors are printed, too."""
+    try:
+        _print_answer(conversation, text)
+        print(conversation.speed)
+    except KeyboardInterrupt:
+        print(" [stopped]")
+    except (EndpointError, httpx.HTTPError) as error:
+        print(f"[{error}]", file=sys.stderr)
 
 
 def _print_answer(conversation: Conversation, text: str) -> None:

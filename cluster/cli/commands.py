@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -9,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli.running import RunningCluster, control_path, find_running
+from cluster.cli.running import RunningCluster, control_path, find_running, running_clusters
 from cluster.processes import wait_gone
 from cluster.spec.errors import PeerUnreachableError, UserError
 from cluster.spec.ids import ReplicaId
@@ -25,8 +27,7 @@ from cluster.supervisor.commands import (
 
 _NAME_HELP = "Name of the cluster; needed if several are running on this machine."
 Replica = Annotated[str, typer.Argument(help="Name of the replica, such as decode-0.", show_default=False)]
-Name = Annotated[str | None, typer.Argument(help=_NAME_HELP, show_default=False)]
-NameOption = Annotated[str | None, typer.Option("--cluster", metavar="NAME", help=_NAME_HELP, show_default=False)]
+Cluster = Annotated[str | None, typer.Option("--cluster", metavar="NAME", help=_NAME_HELP, show_default=False)]
 Grace = Annotated[
     float | None,
     typer.Option("--grace", min=0, help="Maximum wait for open requests, in seconds. Default: router.drain_s."),
@@ -34,10 +35,13 @@ Grace = Annotated[
 
 
 def status(
-    name: Name = None,
+    name: Cluster = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show the state of a cluster that was started on this machine."""
+    """Show the state of a cluster that was started on this machine, or list several."""
+    if name is None and len(running := running_clusters()) > 1 and not as_json:
+        Console(highlight=False, soft_wrap=True).print(_list(running))
+        return
     cluster = find_running(name)
     snapshot, troubles = _read_table(cluster), _ask_driver(cluster)
     if as_json:
@@ -46,7 +50,8 @@ def status(
 
     endpoint = f"{cluster.router_url}/v1" if cluster.router_url else "starting"
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{cluster.name}   {endpoint}   model {cluster.model}   driver {cluster.process.pid}", markup=False)
+    up = f"up {_age(cluster.process.age_s)}   driver {cluster.process.pid}"
+    console.print(f"{cluster.name}   {endpoint}   model {cluster.model}   {up}", markup=False)
     console.print(f"logs: {cluster.logs}", markup=False)
     if cluster.ray_environ:
         variables = " ".join(f"{name}={value}" for name, value in cluster.ray_environ.items())
@@ -103,16 +108,36 @@ def _json(cluster: RunningCluster, snapshot: TableSnapshot | None, troubles: lis
     return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()
 
 
+def _list(clusters: Sequence[RunningCluster]) -> Table:
+    table = Table("cluster", "endpoint", "model", "up", "driver", box=None)
+    for cluster in clusters:
+        endpoint = f"{cluster.router_url}/v1" if cluster.router_url else "starting"
+        table.add_row(cluster.name, endpoint, cluster.model, _age(cluster.process.age_s), str(cluster.process.pid))
+    return table
+
+
 def _replicas(snapshot: TableSnapshot) -> Table:
     # Short headers keep the table within 80 columns without truncating names.
-    table = Table("replica", "state", "incarnation", "wait", "run", "tokens", "free pages", "cached", box=None)
+    table = Table("replica", "state", "up", "waiting", "running", "tokens", "free pages", "cached", box=None)
     for entry in snapshot.replicas:
         load = entry.load
         state = "draining" if load.draining else "ready" if entry.ready else "not ready"
         counts = [load.num_waiting, load.num_running, load.num_tokens]
         pages = f"{load.free_pages}/{load.total_pages}"
-        table.add_row(entry.replica, state, str(entry.incarnation), *map(str, counts), pages, str(load.cached_pages))
+        age = _age(time.time() - entry.incarnation / 1000)
+        table.add_row(entry.replica, state, age, *map(str, counts), pages, str(load.cached_pages))
     return table
+
+
+def _age(seconds: float) -> str:
+    """Return a duration in its two largest units, as in "3 h 5 min"."""
+    left = max(0, int(seconds))
+    counts = []
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
+        counts.append((left // size, unit))
+        left %= size
+    first = next((index for index, (count, _) in enumerate(counts) if count), len(counts) - 1)
+    return " ".join(f"{count} {unit}" for count, unit in counts[first : first + 2])
 
 
 def _ranks(snapshot: TableSnapshot) -> Table:
@@ -125,7 +150,7 @@ def _ranks(snapshot: TableSnapshot) -> Table:
 
 
 def down(
-    name: Name = None,
+    name: Cluster = None,
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0, help="Maximum wait for the cluster to stop, in seconds.")
     ] = 120.0,
@@ -140,12 +165,12 @@ def down(
     typer.echo(f"{cluster.name}: stopped", err=True)
 
 
-def drain(replica: Replica, cluster: NameOption = None, grace_s: Grace = None) -> None:
+def drain(replica: Replica, cluster: Cluster = None, grace_s: Grace = None) -> None:
     """Stop routing to a replica and wait for its open requests."""
     _give(cluster, DrainCommand(replica=ReplicaId(replica), grace_s=grace_s))
 
 
-def resume(replica: Replica, cluster: NameOption = None) -> None:
+def resume(replica: Replica, cluster: Cluster = None) -> None:
     """Resume routing to a drained replica."""
     _give(cluster, ResumeCommand(replica=ReplicaId(replica)))
 
@@ -159,7 +184,7 @@ def restart(
         bool,
         typer.Option("--rolling", help="Restart one replica at a time, while another of the same role takes requests."),
     ] = False,
-    cluster: NameOption = None,
+    cluster: Cluster = None,
     grace_s: Grace = None,
 ) -> None:
     """Restart replicas after draining them."""
@@ -176,7 +201,7 @@ def scale(
             show_default=False,
         ),
     ],
-    cluster: NameOption = None,
+    cluster: Cluster = None,
     grace_s: Grace = None,
 ) -> None:
     """Start more replicas, or drain and stop those with the highest numbers."""

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.commands import NameOption
+from cluster.cli.commands import Cluster
 from cluster.cli.running import RunningCluster, find_running, running_clusters
 from cluster.log_files import cluster_names, sessions_of
 from cluster.processes import is_alive
@@ -34,7 +34,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the cluster stops.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of last lines to print.")] = 200,
     previous: Annotated[bool, typer.Option("--previous", "-p", help="Show the start before the last one.")] = False,
-    name: NameOption = None,
+    name: Cluster = None,
 ) -> None:
     """Show the logs of a cluster on this machine: the one that runs, or else the one that was started last."""
     running, folder = _find(name, previous=previous)

@@ -29,6 +29,7 @@ _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 def plan(
     file: Annotated[Path, typer.Argument(help="Deploy YAML, or the name of a built-in one.")] = DEFAULT_FILE,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List the checks that pass, too.")] = False,
     model: Annotated[str | None, typer.Option(help="Model to use instead of the file's.")] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the file. Repeatable.")
@@ -47,7 +48,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(made), indent=2))
     else:
-        _print_plan(made)
+        _print_plan(made, verbose=verbose)
     if not all(check.passed for check in made.checks):
         raise typer.Exit(1)
 
@@ -77,7 +78,7 @@ def schema() -> None:
     typer.echo(schema_text(), nl=False)
 
 
-def _print_plan(plan: "Plan") -> None:
+def _print_plan(plan: "Plan", *, verbose: bool) -> None:
     console = Console(highlight=False)
     console.print(f"Cluster [bold]{plan.name}[/] serves the model [bold]{plan.model}[/]\n")
     for role in Role:
@@ -85,7 +86,7 @@ def _print_plan(plan: "Plan") -> None:
     _print_steps(console, plan.steps)
     _print_kv(console, plan.kv)
     _print_ports(console, plan.ports)
-    _print_checks(console, plan.checks)
+    _print_checks(console, plan.checks, verbose=verbose)
 
 
 def _print_table(
@@ -160,16 +161,20 @@ def _print_ports(console: Console, ports: "list[PortPlan]") -> None:
     _print_table(console, "ports", ["process", "purpose", "address", "port", "count"], rows, num_text=3)
 
 
-def _print_checks(console: Console, checks: "list[CheckResult]") -> None:
+def _print_checks(console: Console, checks: "list[CheckResult]", *, verbose: bool) -> None:
+    failed = [check for check in checks if not check.passed]
     rows = [
         (
             Text("pass", style="green") if check.passed else Text("FAIL", style="red"),
             Text(check.rule),
             Text(check.detail),
         )
-        for check in checks
+        for check in (checks if verbose else failed)
     ]
-    _print_table(console, "checks", ["", "rule", "reason"], rows, num_text=3)
+    if rows:
+        _print_table(console, "checks", ["", "rule", "reason"], rows, num_text=3)
+    passed = len(checks) - len(failed)
+    console.print(f"{passed} checks pass" + (f", {len(failed)} fail" if failed else ""))
 
 
 def _size(num_bytes: int) -> str:

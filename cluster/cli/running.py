@@ -12,6 +12,8 @@ import msgspec
 from cluster.processes import ProcessId, is_alive
 from cluster.spec.errors import UserError
 
+_DEFAULT_URL = "http://127.0.0.1:8000"
+
 
 class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
     name: str
@@ -80,7 +82,7 @@ class Note:
                 if (other := _read(self._path)) is not None:
                     raise UserError(
                         f"a cluster named {other.name!r} is already running (process {other.process.pid}); "
-                        f"stop it with `baton down {other.name}`, or give this one another name"
+                        f"stop it with `baton down --cluster {other.name}`, or give this one another name"
                     ) from None
                 self._path.unlink(missing_ok=True)
 
@@ -109,6 +111,24 @@ def find_running(name: str | None) -> RunningCluster:
         raise UserError("no cluster that you started is running on this machine")
     given = "no name" if name is None else repr(name)
     raise UserError(f"cluster: got {given}; allowed: {', '.join(sorted(found))}")
+
+
+def endpoint_url(url: str | None, name: str | None) -> str:
+    """Return the base URL that is given, or else that of a running cluster, or else the default one.
+
+    Raises:
+        UserError: both are given, no such cluster is running, several are and no name is given, or it is starting.
+    """
+    if url is not None:
+        if name is not None:
+            raise UserError("got both --url and --cluster; allowed: one of them")
+        return url
+    if name is None and not running_clusters():
+        return _DEFAULT_URL
+    cluster = find_running(name)
+    if cluster.router_url is None:
+        raise UserError(f"{cluster.name} is still starting; `baton status` shows its state")
+    return cluster.router_url
 
 
 def _folder() -> Path:

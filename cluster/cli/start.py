@@ -66,7 +66,7 @@ def ready_text(url: str, config: DeployConfig, logs: str) -> str:
     request = f"curl -s {target} -H {header} -d {data}"
     return (
         f"\nready   {url}/v1   model {model}\nlogs    {logs}\n\n{request}\n{answer}\n"
-        f"Ctrl-C, or `baton down {config.name}`, stops the cluster."
+        f"Ctrl-C, or `baton down --cluster {config.name}`, stops the cluster."
     )
 
 

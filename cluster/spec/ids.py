@@ -13,7 +13,7 @@ ReplicaId = NewType("ReplicaId", str)
 """Replica name ``<role>-<index>``, for example ``prefill-0``; stable across restarts."""
 
 Incarnation = NewType("Incarnation", int)
-"""Number of one start of a replica, which grows with every start."""
+"""Number of one start of a replica, which grows with every start: normally the Unix time in milliseconds."""
 
 ROUTER = ReplicaId("router")
 """Name of the first router process, which has incarnations like a replica."""

@@ -20,12 +20,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from cluster.bench.workload import random_tokens, read_trace, trace_workload
+from cluster.bench.dataset import read_trace
+from cluster.bench.workload import random_tokens, trace_workload
 from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Stopping
 from cluster.spec.tiers import CachedTokens, Tier
 from tests.fakes.local_cluster import Answer, LocalCluster, Prompt
-from tests.fakes.traces import unbounded_hits
+from tests.fakes.traces import prompt_ids, unbounded_hits
 from workers.models.registry import read_model_config
 from workers.models.resolve import resolve_model
 
@@ -160,7 +161,7 @@ def replay(args: argparse.Namespace, ask: Ask) -> None:
     """Send a trace's requests as fast as they are answered."""
     entries = read_trace(args.trace, args.num_requests)
     for group in groups(trace_workload(entries, scale=args.trace_scale).requests):
-        ask([request.make_prompt() for request in group], [request.output_len for request in group])
+        ask([prompt_ids(request) for request in group], [request.output_len for request in group])
 
 
 def groups(items: Sequence[T]) -> Iterator[list[T]]:

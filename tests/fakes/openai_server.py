@@ -28,6 +28,9 @@ class _Handler(BaseHTTPRequestHandler):
         server = self.server
         assert isinstance(server, FakeServer)
         server.bodies.append(body)
+        if self.path == "/tokenize":
+            self._send(200, json.dumps({"count": len(body["prompt"].split())}))
+            return
         text = body["messages"][-1]["content"] if "messages" in body else ""
         if text == REFUSED or len(body.get("prompt", [])) == REFUSED_LEN:
             self._send(503, json.dumps({"error": {"message": "nothing is ready"}}))
@@ -77,7 +80,7 @@ def _stream(body: dict[str, Any], text: str, num_cached: int) -> Iterator[str]:
     yield _event({"choices": [last | {"index": 0, "finish_reason": "length"}]})
     if body.get("stream_options"):
         usage = {
-            "prompt_tokens": len(body["prompt"]),
+            "prompt_tokens": len(body.get("prompt", [])),
             "completion_tokens": len(pieces),
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.bench.workload import PlannedRequest
 from cluster.spec.kv import page_keys
 
 BLOCK_LEN = 512
@@ -53,3 +54,10 @@ def unbounded_hits(prompts: Iterable[Sequence[int]], page_size: int) -> list[int
 
 def unbounded_hit_rate(prompts: Sequence[Sequence[int]], page_size: int) -> float:
     return sum(unbounded_hits(prompts, page_size)) / sum(map(len, prompts))
+
+
+def prompt_ids(request: PlannedRequest) -> list[int]:
+    """Return the token ids of a request's prompt, which is not a text."""
+    prompt = request.make_prompt()
+    assert not isinstance(prompt, str), prompt
+    return prompt

@@ -18,8 +18,8 @@ import yaml
 from fastapi import HTTPException
 from safetensors.torch import save
 
+from cluster.bench.dataset import read_trace
 from cluster.bench.endpoint import EndpointError, error_message, parse_line
-from cluster.bench.workload import read_trace
 from cluster.bootstrap.service import decode_body
 from cluster.bootstrap.table import BootstrapTable, TableRefusedError
 from cluster.channel import decode, encode

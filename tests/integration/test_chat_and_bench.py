@@ -1,6 +1,8 @@
 """`baton chat` and `baton bench serve` with an endpoint that answers immediately."""
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,9 @@ from typer.testing import CliRunner, Result
 
 from cluster.bench.workload import Workload
 from cluster.cli.main import app
+from cluster.cli.running import Note, RunningCluster
+from cluster.processes import process_id
+from cluster.spec.errors import UserError
 from tests.fakes import openai_server
 from tests.fakes.traces import unbounded_hit_rate, write_trace
 
@@ -29,10 +34,12 @@ def test_one_message(server: openai_server.FakeServer) -> None:
     assert server.bodies[0]["max_tokens"] == 7
 
 
-def test_conversation_remembers_until_reset(server: openai_server.FakeServer) -> None:
-    result = _chat("--url", server.url, typed="one\ntwo\n\n/reset\nthree\n")
+def test_conversation_remembers_until_cleared(server: openai_server.FakeServer) -> None:
+    result = _chat("--url", server.url, typed="one\ntwo\n\n/clear\n/help\nthree\n")
     assert result.exit_code == 0
     assert "fake at" in result.stdout
+    assert result.stdout.count("/clear starts a new conversation") == 2
+    assert re.search(r"> two \n\[1 tokens, first after 0\.\d\d s\]\n", result.stdout), result.stdout
     said = [[message["content"] for message in body["messages"]] for body in server.bodies]
     assert said == [["one"], ["one", "one ", "two"], ["three"]]
 
@@ -86,7 +93,7 @@ def test_failures_are_counted_and_a_run_without_success_fails(
     warm = _bench("--url", server.url, "--num-requests", "3", "--input-len", str(openai_server.REFUSED_LEN))
     assert (warm.exit_code, warm.stdout) == (1, "")
     assert "the warm-up request failed: HTTP 503" in warm.stderr
-    monkeypatch.setattr(Workload, "warm_up", property(lambda load: replace(load.requests[0], input_len=1)))
+    monkeypatch.setattr(Workload, "warm_up", property(lambda load: replace(load.requests[0], prompt="x")))
     result = _bench("--url", server.url, "--num-requests", "3", "--input-len", str(openai_server.REFUSED_LEN))
     assert result.exit_code == 1
     assert "0 completed, 3 failed" in result.stdout
@@ -96,7 +103,7 @@ def test_failures_are_counted_and_a_run_without_success_fails(
 def test_a_trace_is_replayed(server: openai_server.FakeServer, tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", num_requests=30)
     result = _bench(
-        "--url", server.url, "--json", "--trace", str(trace), "--trace-scale", "0.25", "--trace-speed", "1000",
+        "--url", server.url, "--json", "--dataset", str(trace), "--trace-scale", "0.25", "--trace-speed", "1000",
         "--concurrency", "1", "--num-requests", "25",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
@@ -104,6 +111,52 @@ def test_a_trace_is_replayed(server: openai_server.FakeServer, tmp_path: Path) -
     assert report["completed"] == 25
     assert report["hit_rate"] > 0.2
     assert report["hit_rate"] == pytest.approx(unbounded_hit_rate(prompts, openai_server.PAGE_SIZE))
+
+
+def test_texts_of_a_dataset_with_goals_and_a_file(server: openai_server.FakeServer, tmp_path: Path) -> None:
+    dataset, saved = tmp_path / "share.json", tmp_path / "report.json"
+    turns = [{"from": "human", "value": "Say it."}, {"from": "gpt", "value": "It is said so."}]
+    dataset.write_text(json.dumps([{"conversations": turns}]))
+    result = _bench("--url", server.url, "--dataset", str(dataset), "--goodput", "ttft:60000", "--save", str(saved))
+    assert result.exit_code == 0, result.stderr
+    assert "reach all goals" in result.stdout
+    assert [body["prompt"] for body in server.bodies if "stream" in body][1:] == ["Say it."]
+    assert server.bodies[-1]["max_tokens"] == 4, "as many as the answer has words"
+    report = json.loads(saved.read_text())
+    assert report["workload"] == "1 requests of share.json, closed loop, concurrency 4"
+    assert report["goodput"] == report["requests_per_s"] > 0
+    assert [request["num_output_tokens"] for request in report["requests"]] == [4]
+
+
+@pytest.mark.parametrize("given", ["ttft", "ttft:x", "itl:5", "tpot:-1"])
+def test_a_goal_that_is_none(given: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "serve", "--goodput", given])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == f"--goodput: got {given!r}; allowed: ttft:MS, tpot:MS, e2el:MS"
+
+
+def test_the_running_cluster_is_found(
+    server: openai_server.FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    notes = {name: _note(name) for name in ("one", "two")}
+    with notes["one"] as one, notes["two"]:
+        several = _chat("-m", "hello")
+        assert str(several.exception) == "cluster: got no name; allowed: one, two"
+        starting = _chat("-m", "hello", "--cluster", "one")
+        assert str(starting.exception) == "one is still starting; `baton status` shows its state"
+        one.update(router_url=server.url)
+        assert _chat("-m", "hello", "--cluster", "one").stdout == "hello \n"
+        notes["two"].remove()
+        assert _chat("-m", "hello").stdout == "hello \n"
+    both = _chat("-m", "hello", "--cluster", "one", "--url", server.url)
+    assert str(both.exception) == "got both --url and --cluster; allowed: one of them"
+
+
+def _note(name: str) -> Note:
+    process = process_id(os.getpid())
+    assert process is not None
+    return Note(RunningCluster(name=name, process=process, model="fake", logs="", token=""))
 
 
 def test_the_middle_request_is_timed(server: openai_server.FakeServer, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import httpx
 import openai
 import pytest
 
-from cluster.bench.workload import read_trace, trace_workload
+from cluster.bench.dataset import read_trace
+from cluster.bench.workload import trace_workload
 from cluster.channel import Outbox, draw_key
 from cluster.cli.running import find_running
 from cluster.spec.messages import Drain
@@ -23,8 +25,8 @@ from tests.fakes.clients import NEEDLE_TOKENS, crowd, streaming_clients
 from tests.fakes.cluster import BATON, RunningCluster, is_ready, listener_pid, running_cluster
 from tests.fakes.recall_prompts import chain_prompt, needle_prompt, recall_oracle
 from tests.fakes.trace_events import check_trace, complete_events, process_names
-from tests.fakes.traces import unbounded_hit_rate, write_trace
-from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
+from tests.fakes.traces import prompt_ids, unbounded_hit_rate, write_trace
+from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT, MAX_NEW_TOKENS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -36,15 +38,17 @@ ADMIN_KEY = "key-of-the-administrator"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RunningCluster]:
-    # Room for more replicas, with any number of cores.
-    settings = ("resources.cpus_per_worker=0.25", "router.tool_parser=llama3")
-    env = {"BATON_ADMIN_KEY": ADMIN_KEY}
-    with running_cluster("deploy/local-cpu.yaml", NAME, *settings, env=env) as running:
+    with running_cluster("deploy/local-cpu.yaml", NAME, env={"BATON_ADMIN_KEY": ADMIN_KEY}) as running:
         yield running
 
 
-def test_the_openai_client_works_unchanged(cluster: RunningCluster) -> None:
-    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused")
+@pytest.fixture
+def client(cluster: RunningCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused") as client:
+        yield client
+
+
+def test_the_openai_client_works_unchanged(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="recall", messages=[{"role": "user", "content": DEMO_PROMPT}])
     assert answer.choices[0].message.content == DEMO_ANSWER
     assert answer.choices[0].finish_reason == "stop"
@@ -55,6 +59,49 @@ def test_the_openai_client_works_unchanged(cluster: RunningCluster) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == DEMO_ANSWER
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens > 1
+
+
+def test_the_demo_model_calls_a_function_and_reads_the_result(client: openai.OpenAI) -> None:
+    floor = {"type": "integer", "minimum": 0, "maximum": 99}
+    properties = {"code": {"enum": ["tango", "zulu"]}, "floor": floor}
+    parameters = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    given: Any = {
+        "model": "recall",
+        "tools": [{"type": "function", "function": {"name": "open_door", "parameters": parameters}}],
+    }
+    messages: list[Any] = [{"role": "user", "content": "Open the door with zulu."}]
+    answer = client.chat.completions.create(messages=messages, tool_choice="required", temperature=1, seed=5, **given)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "open_door"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["code"] in ("tango", "zulu")
+    assert 0 <= arguments["floor"] <= 99
+    result = {"role": "tool", "tool_call_id": call.id, "content": "The door is open at last.\nThe door is"}
+    messages += [answer.choices[0].message, result]
+    assert client.chat.completions.create(messages=messages, **given).choices[0].message.content == " open at last."
+
+
+def test_sampled_json_has_little_white_space(client: openai.OpenAI) -> None:
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 5, "maxItems": 5}
+    for seed in range(4):
+        answer = client.chat.completions.create(
+            model="recall",
+            messages=[{"role": "user", "content": "Count."}],
+            response_format={"type": "json_schema", "json_schema": {"name": "numbers", "schema": schema}},
+            temperature=2,
+            seed=seed,
+        )
+        text = answer.choices[0].message.content or ""
+        assert len(json.loads(text)) == 5
+        assert re.fullmatch(r"\S(( |\n[ \t]{0,40})?\S)*", text), text
+
+
+def test_an_answer_without_an_end_stops_at_the_models_default(cluster: RunningCluster) -> None:
+    body = {"model": "recall", "messages": [{"role": "user", "content": "one two one two one"}]}
+    answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=120).raise_for_status().json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == MAX_NEW_TOKENS
 
 
 def test_every_process_has_a_log_file_and_a_title(cluster: RunningCluster) -> None:
@@ -83,8 +130,7 @@ def test_unknown_senders_at_a_rank_are_counted(cluster: RunningCluster, replica:
     assert counted in httpx.get(f"{cluster.url}/metrics").text
 
 
-def test_an_answer_of_a_given_form(cluster: RunningCluster) -> None:
-    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused")
+def test_an_answer_of_a_given_form(client: openai.OpenAI) -> None:
     schema: dict[str, object] = {
         "properties": {"code": {"enum": ["tango", "zulu"]}, "sure": {"type": "boolean"}},
         "type": "object",
@@ -199,11 +245,11 @@ def test_the_time_of_each_phase_is_reported(cluster: RunningCluster) -> None:
 def test_a_replayed_trace_hits_as_often_as_an_endless_cache_would(cluster: RunningCluster, tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", num_requests=40)
     report = _bench(
-        cluster, "--trace", str(trace), "--trace-scale", "0.25", "--trace-speed", "100", "--concurrency", "4"
+        cluster, "--dataset", str(trace), "--trace-scale", "0.25", "--trace-speed", "100", "--concurrency", "4"
     )
     assert (report["completed"], report["failed"]) == (40, 0)
     assert 0.2 < report["hit_rate"] < 0.95
-    prompts = [request.make_prompt() for request in trace_workload(read_trace(trace), scale=0.25).requests]
+    prompts = [prompt_ids(request) for request in trace_workload(read_trace(trace), scale=0.25).requests]
     assert report["hit_rate"] == pytest.approx(unbounded_hit_rate(prompts, 64), abs=0.005)
 
 

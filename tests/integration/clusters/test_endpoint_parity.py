@@ -67,7 +67,7 @@ def test_tokens_through_the_endpoint_equal_transformers(tmp_path: Path, family: 
 
 def assert_ranks_are_shown(cluster: RunningCluster, name: str) -> None:
     """Check that `baton status` shows every rank of the table, with its coordinates."""
-    command = [sys.executable, "-m", "cluster.cli", "status", name]
+    command = [sys.executable, "-m", "cluster.cli", "status", "--cluster", name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     shown = [line.split()[:6] for line in done.stdout.splitlines() if "tcp://" in line]

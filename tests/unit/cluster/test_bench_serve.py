@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.bench.dataset import PromptEntry, read_dataset, read_trace
 from cluster.bench.endpoint import EndpointError, error_message, parse_line
-from cluster.bench.load import Quantiles, RequestRecord, summarize
+from cluster.bench.load import Goals, Quantiles, RequestRecord, summarize
 from cluster.bench.workload import (
     BLOCK_LEN,
     FIRST_TOKEN_ID,
     VOCAB_SIZE,
     TraceEntry,
     random_workload,
-    read_trace,
     trace_workload,
 )
 from cluster.spec.errors import UserError
-from tests.fakes.traces import make_entries, write_trace
+from tests.fakes.traces import make_entries, prompt_ids, write_trace
 
 _workload = partial(random_workload, num_requests=2, input_len=4, output_len=2, concurrency=1)
 
@@ -54,13 +54,29 @@ def test_latencies_in_milliseconds() -> None:
     assert _values(report.e2el_ms) == pytest.approx((2500, 2500, 2900, 2990))
 
 
+@pytest.mark.parametrize(
+    ("goals", "reached"),
+    [
+        (Goals(ttft=500), 2),
+        (Goals(ttft=499), 1),
+        (Goals(ttft=499, tpot=1), 1),
+        (Goals(tpot=499), 1),
+        (Goals(e2el=1999), 0),
+        (Goals(ttft=500, tpot=500, e2el=3000), 2),
+    ],
+)
+def test_goodput_counts_what_reaches_all_goals(goals: Goals, reached: int) -> None:
+    assert summarize(TWO_ANSWERS_AND_A_FAILURE).goodput is None
+    assert summarize(TWO_ANSWERS_AND_A_FAILURE, goals).goodput == pytest.approx(reached / 5)
+
+
 @given(st.integers(1, 20), st.integers(1, 40))
 def test_prompts_have_the_requested_length_and_range(count: int, length: int) -> None:
     workload = _workload(num_requests=count, input_len=length)
-    prompts = [request.make_prompt() for request in workload.requests]
+    prompts = [prompt_ids(request) for request in workload.requests]
     assert [len(prompt) for prompt in prompts] == [length] * count
     assert all(FIRST_TOKEN_ID <= token < VOCAB_SIZE for prompt in prompts for token in prompt)
-    assert prompts == [request.make_prompt() for request in workload.requests]
+    assert prompts == [prompt_ids(request) for request in workload.requests]
 
 
 def test_open_loop_arrivals_have_the_mean_rate() -> None:
@@ -110,8 +126,8 @@ SCALES = st.floats(0.001, 2)
 def test_prompts_have_scaled_lengths_and_begin_alike_exactly_as_far_as_their_ids(scale: float, seed: int) -> None:
     entries = [TraceEntry(**entry) for entry in make_entries(8, seed)]
     workload, block_len = trace_workload(entries, scale=scale), max(1, round(BLOCK_LEN * scale))
-    prompts = [request.make_prompt() for request in workload.requests]
-    assert prompts == [request.make_prompt() for request in workload.requests]
+    prompts = [prompt_ids(request) for request in workload.requests]
+    assert prompts == [prompt_ids(request) for request in workload.requests]
     for entry, prompt in zip(entries, prompts, strict=True):
         assert len(prompt) == max(1, entry.input_length * block_len // BLOCK_LEN)
     for entry, prompt in zip(entries, prompts, strict=True):
@@ -135,8 +151,8 @@ def test_answers_are_scaled_too_and_never_empty() -> None:
 
 def test_warm_up_has_nothing_in_common_with_the_trace() -> None:
     workload = trace_workload([TraceEntry(**entry) for entry in make_entries(20)], scale=0.1)
-    warmed = workload.warm_up.make_prompt()
-    assert all(_common(warmed, request.make_prompt()) < 8 for request in workload.requests)
+    warmed = prompt_ids(workload.warm_up)
+    assert all(_common(warmed, prompt_ids(request)) < 8 for request in workload.requests)
 
 
 def test_a_trace_is_read_in_order_of_time(tmp_path: Path) -> None:
@@ -186,3 +202,31 @@ def test_missing_and_empty_files_and_senseless_values_are_refused(tmp_path: Path
 def _common(one: list[int], other: list[int]) -> int:
     pairs = zip(one, other, strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def test_datasets_are_recognized_by_their_content(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text('{"prompt": "one", "output_len": 3}\n\n{"prompt": "two"}\n')
+    assert read_dataset(path) == [PromptEntry("one", 3), PromptEntry("two")]
+    assert read_dataset(path, 1) == [PromptEntry("one", 3)]
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}, {"from": "human", "value": "Bye"}]
+    path.write_text(json.dumps([{"id": "a", "conversations": turns}, {"conversations": turns[:1]}, {"id": "c"}]))
+    assert read_dataset(path) == [PromptEntry("Hi", answer="Hello.")]
+    assert read_dataset(write_trace(path, 5)) == read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"conversations": 3}]', "Expected `array`.*allowed: ShareGPT conversations, or JSON lines"),
+        ("[]", "got no requests"),
+        ('{"prompt": "a"}\n{"prompt": ""}', "line 2: Expected `str` of length >= 1"),
+        ('{"prompt": "a", "output_len": 0}', "line 1: Expected `int` >= 1"),
+        ("\xff", "line 1: "),
+    ],
+)
+def test_an_invalid_dataset_is_named(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        read_dataset(path)

@@ -1,4 +1,4 @@
-"""Edge cases of `baton up` and `baton down`: checks before a start, stop signals, refused waits."""
+"""Edge cases of `baton up`, `down` and `status`: checks before a start, stop signals, refused waits, lists."""
 
 import json
 import os
@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from cluster.cli import commands
 from cluster.cli.main import app
+from cluster.cli.running import Note, RunningCluster
 from cluster.cli.start import check_files, check_model
 from cluster.cli.stop_signals import StopSignals
 from cluster.machine_memory import MachineMemory
+from cluster.processes import process_id
 from cluster.spec.errors import UserError
 from cluster.spec.loader import parse_config
 from cluster.spec.memory import GIB
@@ -190,3 +193,27 @@ def test_missing_and_damaged_files_are_found_before_the_start(
 def edit_config(folder: Path, key: str, value: object) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0 s"), (0.9, "0 s"), (59, "59 s"), (60, "1 min 0 s"), (3725, "1 h 2 min"), (200_000, "2 d 7 h")],
+)
+def test_ages_have_two_units(seconds: float, text: str) -> None:
+    assert commands._age(seconds) == text
+
+
+def test_status_lists_several_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    process = process_id(os.getpid())
+    assert process is not None
+    assert 0 < process.age_s < 86_400
+    notes = [Note(RunningCluster(name=name, process=process, model="m", logs="", token="")) for name in ("one", "two")]
+    with notes[0], notes[1]:
+        notes[1].update(router_url="http://127.0.0.1:81")
+        lines = CliRunner().invoke(app, ["status"]).stdout.splitlines()
+    assert lines[0].split() == ["cluster", "endpoint", "model", "up", "driver"]
+    assert [line.split()[:3] for line in lines[1:]] == [
+        ["one", "starting", "m"],
+        ["two", "http://127.0.0.1:81/v1", "m"],
+    ]
