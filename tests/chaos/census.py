@@ -1,6 +1,7 @@
 """Resources of a cluster's processes: private memory over time, descriptors, shared memory."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -29,9 +30,12 @@ class Series:
         kept = [point for point in self.points if point[0] >= self.points[0][0] + warm_up_s]
         if not kept or kept[-1][0] - kept[0][0] < max(least_s, 120.0):
             return None
-        minutes = groupby(kept, key=lambda point: (point[0] - kept[0][0]) // 60)
-        least = [min(points, key=itemgetter(1)) for _, points in minutes]
-        return 60 * linear_regression(*zip(*least, strict=True)).slope
+        return 60 * linear_regression(*zip(*_least(kept), strict=True)).slope
+
+    @property
+    def least_mib(self) -> list[int]:
+        """The least memory of each minute, in MiB."""
+        return [round(mib) for _, mib in _least(self.points)]
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,12 @@ class Census:
                     continue  # it is being replaced
             found[name] = pid
         return found
+
+
+def _least(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the point with the least memory of each minute."""
+    minutes = groupby(points, key=lambda point: (point[0] - points[0][0]) // 60)
+    return [min(part, key=itemgetter(1)) for _, part in minutes]
 
 
 def _resident_mib(pid: int) -> float | None:

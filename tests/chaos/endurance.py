@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 import httpx
 
@@ -126,13 +127,13 @@ def _send(url: str, name: str) -> str:
     return subprocess.run(attack_command(url, name), capture_output=True, text=True, check=False).stdout[:3]
 
 
-def _growth(census: Census, minutes: float) -> dict[str, dict[str, float]]:
+def _growth(census: Census, minutes: float) -> dict[str, dict[str, Any]]:
     """Return the memory growth of processes that ran for a third of the time, without the first eighth."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for series in census.series.values():
         slope = series.slope(warm_up_s=60 * minutes / 8, least_s=60 * minutes / 3)
         if slope is not None:
-            found[series.name] = {"mib": round(series.points[-1][1], 1), "mib_a_minute": round(slope, 2)}
+            found[series.name] = {"mib_a_minute": round(slope, 2), "least_mib": series.least_mib}
     return found
 
 
