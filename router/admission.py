@@ -20,11 +20,10 @@ from cluster.spec.worker_spec import RouterShare
 from router.answer import Answer
 from router.errors import KeyLimitError, QueueFullError
 from router.fair_queue import FairQueue
+from router.request import ANYBODY
 
 SHARED_SALT = "\0"
 """Salt of all API keys that share their cached prompts."""
-ANYBODY = "anybody"
-"""Name of the tenant to which all clients belong if no keys are configured."""
 _ALLOWED = (
     "a YAML list of entries with name, key and optionally max_requests, tokens_per_minute, priority, weight, cache"
 )

@@ -1,5 +1,6 @@
 """A router's view of each replica: readiness, open requests, and failures. Sans I/O."""
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -187,12 +188,17 @@ class LoadBook:
 
     def __init__(self) -> None:
         self._lines: dict[tuple[ReplicaId, Incarnation], Load] = {}
+        self._tokens_of: Counter[tuple[ReplicaId, Incarnation, str]] = Counter()
+        """Tokens of each tenant at each replica."""
 
-    def add(self, peer: Peer, num_tokens: int) -> None:
-        self._change(peer, 1, num_tokens)
+    def add(self, peer: Peer, num_tokens: int, tenant: str = "") -> None:
+        self._change(peer, 1, num_tokens, tenant)
 
-    def remove(self, peer: Peer, num_tokens: int) -> None:
-        self._change(peer, -1, -num_tokens)
+    def remove(self, peer: Peer, num_tokens: int, tenant: str = "") -> None:
+        self._change(peer, -1, -num_tokens, tenant)
+
+    def tokens_of(self, peer: Peer, tenant: str) -> int:
+        return self._tokens_of[peer.replica, peer.incarnation, tenant]
 
     def of(self, peer: Peer) -> Load:
         return self._lines.get((peer.replica, peer.incarnation), _NOTHING)
@@ -200,8 +206,11 @@ class LoadBook:
     def lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
         return dict(self._lines)
 
-    def _change(self, peer: Peer, num_requests: int, num_tokens: int) -> None:
+    def _change(self, peer: Peer, num_requests: int, num_tokens: int, tenant: str) -> None:
         key = peer.replica, peer.incarnation
+        self._tokens_of[*key, tenant] += num_tokens
+        if not self._tokens_of[*key, tenant]:
+            del self._tokens_of[*key, tenant]
         line = self._lines.get(key, _NOTHING)
         num_requests += line.num_requests
         num_tokens += line.num_tokens

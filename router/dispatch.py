@@ -251,8 +251,8 @@ class RequestTable:
         for request in under_way.values():
             assert request.submit is not None
             if request.phase is RequestPhase.WAITING and request.submit.prefill is not None:
-                expected.add(request.submit.prefill, request.prefill_len)
-            expected.add(request.submit.decode, request.decode_len)
+                expected.add(request.submit.prefill, request.prefill_len, request.tenant)
+            expected.add(request.submit.decode, request.decode_len, request.tenant)
         assert self.load.lines() == expected.lines(), f"load {self.load.lines()} is not {expected.lines()}"
 
     def _begin(
@@ -274,8 +274,8 @@ class RequestTable:
         request.num_unanswered = 0
         self._move(request, RequestPhase.WAITING, "attempt")
         if submit.prefill is not None:
-            self.load.add(submit.prefill, request.prefill_len)
-        self.load.add(submit.decode, request.decode_len)
+            self.load.add(submit.prefill, request.prefill_len, request.tenant)
+        self.load.add(submit.decode, request.decode_len, request.tenant)
         for peer in peers_of(submit):
             self.breakers.begin(peer, now_s)
         if request.num_retries:
@@ -289,7 +289,7 @@ class RequestTable:
 
     def _end_prefill(self, request: GenerateRequest) -> None:
         if request.submit is not None and request.submit.prefill is not None:
-            self.load.remove(request.submit.prefill, request.prefill_len)
+            self.load.remove(request.submit.prefill, request.prefill_len, request.tenant)
             self.breakers.succeed(request.submit.prefill)
 
     def _leave(self, request: GenerateRequest, cancelled: Iterable[Peer]) -> list[Action]:
@@ -298,8 +298,8 @@ class RequestTable:
         if submit is None:
             return []
         if request.phase is RequestPhase.WAITING and submit.prefill is not None:
-            self.load.remove(submit.prefill, request.prefill_len)
-        self.load.remove(submit.decode, request.decode_len)
+            self.load.remove(submit.prefill, request.prefill_len, request.tenant)
+        self.load.remove(submit.decode, request.decode_len, request.tenant)
         del self._by_room[submit.room]
         request.submit = None
         return [_cancel(peer, submit.room) for peer in cancelled]

@@ -16,8 +16,10 @@ from cluster.spec.ids import Peer, Role, Room
 from cluster.spec.worker_spec import ALONE, RouterShare
 from router.directory import Breakers, Directory, Load, LoadBook
 from router.page_index import PageIndex, TierWeights
-from router.request import GenerateRequest, Route
+from router.request import ANYBODY, GenerateRequest, Route
 
+_MOST_PER_FREE = 4
+"""Maximum number of tokens that a tenant may hold for each one that is free: four fifths of all if it is alone."""
 _PREFIX_AWARE = "prefix_aware"
 MAX_KNOWN_PAGES = 1 << 22
 """Maximum number of page keys that the router stores for all replicas, at about 100 bytes each."""
@@ -161,9 +163,11 @@ class Picker:
         if not self._with_room(self._peers(Role.PREFILL, now_s)):
             limit = f"{self._max_queued_tokens} prompt tokens or more (prefill.max_queued_tokens)"
             return f"the queue is full: {limit} wait at every prefill replica; try again later"
-        if not self._with_pages(self._peers(Role.DECODE, now_s), sum(request.decode_len for request in requests)):
+        num_tokens, tenant = sum(request.decode_len for request in requests), requests[0].tenant
+        if not self._with_pages(self._peers(Role.DECODE, now_s), num_tokens, tenant):
             limit = f"the tokens of every decode replica could exceed {self._max_fill:g} times its KV pool"
-            return f"the queue is full: with this request, {limit} (decode.max_fill); try again later"
+            own = "" if tenant == ANYBODY else f", or those of this key {_MOST_PER_FREE} times what is free"
+            return f"the queue is full: with this request, {limit}{own} (decode.max_fill); try again later"
         return None
 
     def pick(self, request: GenerateRequest, room: Room, avoided: frozenset[Peer], now_s: float) -> Route | None:
@@ -172,7 +176,9 @@ class Picker:
         decodes = self._peers(Role.DECODE, now_s, avoided)
         if not prefills or not decodes:
             return None
-        decode = self._choose(Role.DECODE, self._with_pages(decodes, request.max_len) or decodes, request, room)
+        decode = self._choose(
+            Role.DECODE, self._with_pages(decodes, request.max_len, request.tenant) or decodes, request, room
+        )
         skip_below = self._skip_below_tokens
         if skip_below and len(request.prompt_ids) - self._cached_for_sure(decode.peer, request) < skip_below:
             return Route(prefill=None, decode=decode.peer)
@@ -204,13 +210,20 @@ class Picker:
         """Return the replicas below the limit, whatever the next request's length, so that long requests get a turn."""
         return [peer for peer in peers if self._load.of(peer).num_tokens < self._max_queued_tokens]
 
-    def _with_pages(self, peers: Iterable[Peer], num_tokens: int) -> list[Peer]:
-        """Return the replicas that are idle or have capacity for these tokens."""
+    def _with_pages(self, peers: Iterable[Peer], num_tokens: int, tenant: str) -> list[Peer]:
+        """Return the replicas that are idle or have capacity for these tokens.
+
+        A tenant may hold a multiple of what is free, so that some is always free for others: a dynamic threshold
+        (Choudhury and Hahne, 1998), as in switches whose ports share a buffer.
+        """
 
         def fits(peer: Peer) -> bool:
             load, pool_tokens = self._load.of(peer), self._directory.pool_tokens_of(peer)
-            has_room = pool_tokens is None or load.num_tokens + num_tokens <= pool_tokens * self._max_fill
-            return has_room or not load.num_requests
+            if pool_tokens is None or not load.num_requests:
+                return True
+            free = pool_tokens * self._max_fill - load.num_tokens
+            held = self._load.tokens_of(peer, tenant) if tenant != ANYBODY else 0
+            return num_tokens <= free and held + num_tokens <= _MOST_PER_FREE * free
 
         return [peer for peer in peers if fits(peer)]
 

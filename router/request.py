@@ -55,6 +55,10 @@ MOVES: Moves[RequestPhase] = {
 }
 
 
+ANYBODY = "anybody"
+"""Name of the tenant to which all clients belong if no keys are configured."""
+
+
 class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True):
     """One choice of one prompt: a validated, tokenized request and its current attempt."""
 
@@ -66,7 +70,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True
     """Salt of the page keys. Only requests with the same salt share cached pages."""
     priority: int = 0
     """Priority; lower values are scheduled earlier."""
-    tenant: str = ""
+    tenant: str = ANYBODY
     """Name of the API key whose share the request uses."""
     weight: float = 1.0
     """The API key's share, relative to those of other keys."""

@@ -15,13 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.http_connection import REFUSAL_KEY, Refusal
 from cluster.spec.config import DeployConfig
-from router.admission import ANYBODY, ApiKey
+from router.admission import ApiKey
 from router.api.errors import EXPECTED_ERRORS, answer_error
 from router.connection import unless_client_leaves
 from router.errors import ApiError, bad_request
 from router.preprocess.body import Body, parse, shortened
 from router.preprocess.job import Job, JsonText, Preprocessed, Route
 from router.preprocess.preprocessor import MAX_SESSION_CHARS
+from router.request import ANYBODY
 from router.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]

@@ -16,7 +16,7 @@ from cluster.spec.worker_spec import router_shares
 from router.directory import Breakers, BreakerState, Directory, LoadBook
 from router.page_index import PromptKeys
 from router.picker import Picker
-from router.request import GenerateRequest, Route
+from router.request import ANYBODY, GenerateRequest, Route
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
 
 ASK = GenerateRequest(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
@@ -129,6 +129,36 @@ def test_a_further_choice_that_is_tried_again_needs_pages_for_its_prompt() -> No
     picks = [picker.pick(ask, Room(1), frozenset(), 0.0) for _ in range(4)]
     assert [pick.decode for pick in picks if pick] == [PEERS[3]] * 4
     assert ask.decode_len == 4
+
+
+def test_a_tenant_leaves_room_for_others_at_every_decode_replica() -> None:
+    config = DeployConfig.model_validate({"decode": {"max_fill": 10.0}})
+    directory, load = Directory(grace_s=3.0), LoadBook()
+    directory.update(table_of(entry_of(PEERS[0]), entry_of(PEERS[2], total_pages=10)), 0.0)
+    picker = Picker(config, directory, load, Breakers(max_failures=1, open_s=10.0), random.Random(0))
+    capacity = 10 * (directory.pool_tokens_of(PEERS[2]) or 0)
+
+    def ask(tenant: str, num_tokens: int) -> GenerateRequest:
+        return GenerateRequest(
+            prompt_ids=TokenIds.of([1]),
+            sampling=Sampling(),
+            stopping=Stopping(max_tokens=num_tokens - 1),
+            tenant=tenant,
+        )
+
+    load.add(PEERS[2], capacity * 8 // 10 - 5, "mallory")
+    assert picker.why_full([ask("mallory", 5)], 0.0) is None
+    load.add(PEERS[2], 5, "mallory")
+    assert "or those of this key 4 times what is free" in (picker.why_full([ask("mallory", 5)], 0.0) or "")
+    assert picker.why_full([ask("alice", capacity // 10)], 0.0) is None
+    load.add(PEERS[2], capacity // 10, "alice")
+    assert picker.why_full([ask("alice", 2)], 0.0) is None
+    assert picker.why_full([ask("bob", capacity // 20)], 0.0) is None
+    for tenant, held in (("mallory", capacity * 8 // 10 - 5), ("mallory", 5), ("alice", capacity // 10)):
+        load.remove(PEERS[2], held, tenant)
+    assert load.tokens_of(PEERS[2], "mallory") == 0
+    load.add(PEERS[2], capacity * 9 // 10)
+    assert picker.why_full([ask(ANYBODY, capacity // 10)], 0.0) is None, "without keys, there are no others"
 
 
 def test_router_processes_share_each_replicas_capacity() -> None:
