@@ -1,22 +1,26 @@
 """HTTP connection of a client, with limits on the size and the time of what it sends.
 
 The protocol is uvicorn's with these changes. A request head has a maximum size and a deadline, and a body has a
-deadline. A refused client gets its answer, and the rest of its request is neither parsed nor kept. A response's head is
-sent together with the beginning of its body, because separate writes cost a system call, a packet, and a wakeup of the
-client. An offer to upgrade the protocol, such as the one to HTTP/2 from Java's client, is ignored, because httptools
-would treat the body as part of that protocol and lose it. Responses to HTTP/1.0 are not chunked: they end with the
-connection.
+deadline. A refused client gets its answer, and the rest of its request is neither parsed nor kept. A client that does
+not read its response is disconnected. A response's head is sent together with the beginning of its body, because
+separate writes cost a system call, a packet, and a wakeup of the client. An offer to upgrade the protocol, such as the
+one to HTTP/2 from Java's client, is ignored, because httptools would treat the body as part of that protocol and lose
+it. Responses to HTTP/1.0 are not chunked: they end with the connection.
 """
 
 import asyncio
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
 import httptools
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from cluster.http_crowd import Crowd
+from cluster.http_transports import JoiningTransport, UnchunkedTransport, num_unread
 
 MAX_HEAD_BYTES = 64 << 10
 """Maximum size of a request head, of a chunked body's trailers, and of what precedes a chunk."""
@@ -29,13 +33,13 @@ LINGER_S = 2.0
 
 Closing a socket with unread data resets the connection, and the client may lose the response.
 """
+LEAST_READ_BYTES = 16 << 10
+"""Number of bytes that a client has to read in ``read_s``, if more are there."""
 REFUSAL_KEY = "baton.refusal"
 """Key of an ASGI scope whose request was refused while its body arrived; the application sees a disconnect."""
 
 _LINE_BYTES = 4
 """Bytes of a header line besides name and value."""
-_STATUS_OFFSET = len("HTTP/1.1 ")
-_ERROR = ord("4")
 _TOO_LARGE = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
 
 
@@ -64,6 +68,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Maximum time from the first byte of a request head to its end."""
     body_s = 60.0
     """Maximum time from the end of a request head to the end of the body."""
+    read_s = 60.0
+    """Time in which a client has to read ``LEAST_READ_BYTES`` if a response waits for it."""
+
+    own_port = 0
+    """Port at which a request never waits for others to start: that of the process that watches this one."""
 
     _stage = _Stage.END
     _running: RequestResponseCycle | None = None
@@ -71,6 +80,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _awaited: _Stage | None = None
     """Stage that the timer limits."""
     _timer: asyncio.TimerHandle | None = None
+    _reader: asyncio.TimerHandle | None = None
+    """Next look at what the client has read, while a response waits for it."""
     _num_head_bytes = 0
     """Bytes since the last packet with the end of a head, a part of a body, or the end of a request."""
     _has_begun_inside = False
@@ -91,11 +102,37 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._forget_reader()
         self._unset_keepalive_if_required()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+        Crowd.of(self.loop).add_unread(self._wire)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget_reader()
+
+    def _watch_reader(self) -> None:
+        due = num_unread(self._wire) - LEAST_READ_BYTES
+        self._reader = self.loop.call_later(self.read_s, self._check_reader, due)
+
+    def _check_reader(self, due: int) -> None:
+        if num_unread(self._wire) > due:
+            self._wire.abort()
+        else:
+            self._watch_reader()
+
+    def _forget_reader(self) -> None:
+        Crowd.of(self.loop).forget_unread(self._wire)
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -151,7 +188,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        start = partial(super()._start_asgi_task, cycle, app)
+        if self.server is not None and self.server[1] == self.own_port:
+            start()
+        else:
+            Crowd.of(self.loop).start(start)
 
     def _parse(self, data: bytes) -> None:
         while data:
@@ -267,70 +308,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         self._wire.write_eof()
         self._limit(None, LINGER_S, self._wire.abort)
-
-
-class _TransportWrapper:
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
-class JoiningTransport(_TransportWrapper):
-    """Transport that holds back a response's head until the next write or event loop iteration."""
-
-    def __init__(
-        self, transport: asyncio.Transport, checked: Callable[[bytes], bytes], close: Callable[[], None]
-    ) -> None:
-        """Wrap ``transport``; ``checked`` returns the head to write for an error's, ``close`` closes ``transport``."""
-        super().__init__(transport)
-        self._loop = asyncio.get_running_loop()
-        self._checked = checked
-        self._close = close
-        self._head = b""
-        self._is_closing = False
-
-    def is_closing(self) -> bool:
-        return self._is_closing or self._transport.is_closing()
-
-    def write(self, data: bytes) -> None:
-        if self._is_closing:
-            return
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n"):
-            self._head = data if data[_STATUS_OFFSET] < _ERROR else self._checked(data)
-            self._loop.call_soon(self._flush)
-            return
-        self._transport.write(data)
-
-    def close(self) -> None:
-        self._flush()
-        self._close()
-        self._is_closing = True
-
-    def _flush(self) -> None:
-        head, self._head = self._head, b""
-        if head and not self._transport.is_closing():
-            self._transport.write(head)
-
-
-class UnchunkedTransport(_TransportWrapper):
-    """Transport of the response to an HTTP/1.0 request, without the chunked encoding that uvicorn adds."""
-
-    _ENCODING = b"transfer-encoding: chunked\r\n"
-    _is_chunked: bool | None = None
-    """True if the body is chunked; None before the head."""
-
-    def write(self, data: bytes) -> None:
-        if self._is_chunked is None:
-            self._is_chunked = self._ENCODING in data
-            data = data.replace(self._ENCODING, b"")
-        elif self._is_chunked:  # uvicorn writes each chunk in one piece
-            size, _, body = data.partition(b"\r\n")
-            data = body[: int(size, 16)]
-        self._transport.write(data)
 
 
 def _num_bytes(headers: list[tuple[bytes, bytes]]) -> int:

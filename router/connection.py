@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -19,8 +19,6 @@ _WAITING = b"\n"
 """Event without data, which clients skip. Some clients fail on a comment before the first event."""
 WAITING_S = 10.0
 """Interval between empty events in a waiting stream; proxies close idle connections after 30 to 60 seconds."""
-SLOW_READER_S = 60.0
-"""Time after which a client that does not read from its stream is disconnected."""
 _UNWATCHED_S = 0.05
 """Delay before the router watches for a disconnect, so that a fast answer needs no second task."""
 
@@ -94,33 +92,12 @@ class EventStream(Response):
         self._frames = frames
         self._failed = failed
         self._started = False
-        self._sends_since_s: float | None = None
-        """Time at which the write of the current frame began; None between frames."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream until it ends or fails, or the client leaves or stops reading."""
+        """Send the stream until it ends or fails, or the client leaves."""
         del scope
-        try:
-            async with asyncio.timeout(None) as limit:
-                self._watch(limit)
-                try:
-                    await unless_client_leaves(receive, self._write(send))
-                finally:
-                    self._timer.cancel()
-        except ClientLeftError:
-            pass
-        except TimeoutError:
-            if not limit.expired():
-                raise
-
-    def _watch(self, limit: asyncio.Timeout) -> None:
-        """Expire the limit if the client stops reading. Setting a limit for every frame would cost more."""
-        loop = asyncio.get_running_loop()
-        due_s = (self._sends_since_s or loop.time()) + SLOW_READER_S
-        if due_s <= loop.time():
-            limit.reschedule(due_s)
-        else:
-            self._timer = loop.call_at(due_s, self._watch, limit)
+        with suppress(ClientLeftError):
+            await unless_client_leaves(receive, self._write(send))
 
     async def _write(self, send: Send) -> None:
         async with self._opening as answer, aclosing(self._frames(answer)) as frames:
@@ -150,13 +127,11 @@ class EventStream(Response):
             await asyncio.gather(first, return_exceptions=True)
 
     async def _send(self, send: Send, frame: bytes) -> None:
-        self._sends_since_s = asyncio.get_running_loop().time()
         if not self._started:
             self._started = True
             start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             await send(start)
         await send({"type": "http.response.body", "body": frame, "more_body": True})
-        self._sends_since_s = None
 
 
 def event(data: bytes) -> bytes:

@@ -81,7 +81,7 @@ class RouterServer:
         self._running: Future[_Running] = Future()
         self._error: BaseException | None = None
         self.own_url = ""
-        """URL of this process on this machine, even if other processes share the endpoint's port."""
+        """URL of this process for the driver, which hears of it even if the endpoint is crowded."""
 
     def start(self) -> str:
         """Start serving in a thread; return the endpoint's URL."""
@@ -89,10 +89,8 @@ class RouterServer:
         is_shared = self._share.num_processes > 1
         listeners = [_listen(self._config.router.host, self._config.router.port, is_shared)]
         url = f"http://{_reachable(self._config.router.host, self._host)}:{listeners[0].getsockname()[1]}"
-        self.own_url = url
-        if is_shared:
-            listeners.append(own := _listen(_LOOPBACK, 0))
-            self.own_url = f"http://{_LOOPBACK}:{own.getsockname()[1]}"
+        listeners.append(own := _listen(_LOOPBACK, 0))
+        self.own_url = f"http://{_LOOPBACK}:{own.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve, args=[listeners], name="baton-router", daemon=True)
         self._thread.start()
         self._running.result()
@@ -175,7 +173,7 @@ class RouterServer:
                 await self._serve_until_stopped(listeners, self.service(inbox, outbox), inbox)
 
     async def _serve_until_stopped(self, listeners: list[socket.socket], service: Service, inbox: AsyncInbox) -> None:
-        server = uvicorn.Server(_uvicorn_config(service))
+        server = uvicorn.Server(_uvicorn_config(service, listeners[-1].getsockname()[1]))
         running = _Running(asyncio.get_running_loop(), service)
         tasks = {
             asyncio.create_task(service.relay.receive(inbox)),
@@ -224,10 +222,10 @@ async def _settle(tasks: set[asyncio.Task[Any]], serving: asyncio.Task[None]) ->
         task.result()
 
 
-def _uvicorn_config(service: Service) -> uvicorn.Config:
+def _uvicorn_config(service: Service, own_port: int) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(service),
-        http=HttpProtocol,
+        http=type(HttpProtocol.__name__, (HttpProtocol,), {"own_port": own_port}),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -3,6 +3,7 @@
 import json
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from cluster.http_connection import BoundedHttpProtocol
 from router import connection
 from router.preprocess.model import MIN_BODY_BYTES
 from tests.fakes.model_folder import write_model_folder
-from tests.fakes.router_cluster import CONTEXT, run_cluster
+from tests.fakes.router_cluster import CONTEXT, MODEL, run_cluster
 
 pytestmark = pytest.mark.integration
 
@@ -144,3 +145,59 @@ def test_head_is_answered_where_get_is(served: Service) -> None:
         said = b"".join(_received(sock))
     assert said.startswith(b"HTTP/1.1 200 OK\r\n")
     assert said.endswith(b"\r\n\r\n")
+
+
+def small_window(router: Service) -> socket.socket:
+    """Return a connection to which the router can send little at once."""
+    host, port = router.url.removeprefix("http://").split(":")
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    sock.settimeout(WAIT_S)
+    sock.connect((host, int(port)))
+    return sock
+
+
+def large_answer() -> bytes:
+    """Return a request whose answer no buffer of the kernel holds."""
+    body = json.dumps({"model": MODEL, "tokens": [5] * 1_300_000}).encode()
+    return head("POST /detokenize", f"content-length: {len(body)}", "connection: close") + body
+
+
+def test_a_client_that_does_not_read_is_disconnected(router: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_window(router) as sock:
+        sock.sendall(large_answer())
+        everything = b"".join(_received(sock))
+    assert everything.startswith(b"HTTP/1.1 200 OK")
+    monkeypatch.setattr(router.protocol, "read_s", 0.3)
+    with small_window(router) as sock:
+        sock.sendall(large_answer())
+        time.sleep(3.0)
+        assert len(b"".join(_received(sock))) < len(everything)
+    assert router.is_well()
+
+
+def test_a_client_that_reads_slowly_gets_everything(router: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.protocol, "read_s", 0.3)
+    num_read, tail = 0, b""
+    with small_window(router) as sock:
+        sock.sendall(large_answer())
+        begin_s = time.monotonic()
+        while data := sock.recv(1 << 16):
+            num_read, tail = num_read + len(data), data
+            time.sleep(0.02)
+    assert num_read > 3 << 20
+    assert tail.endswith(b'"}')
+    assert time.monotonic() - begin_s > 2 * router.protocol.read_s
+
+
+def test_a_crowd_of_requests_delays_no_other_work(router: Service) -> None:
+    """Every connection asks for what takes milliseconds, all at the same time."""
+    socks = [router.connect() for _ in range(200)]
+    try:
+        for sock in socks:
+            sock.sendall(b"GET /metrics HTTP/1.1\r\nconnection: close\r\n\r\n")
+        assert all(b"".join(_received(sock)).startswith(b"HTTP/1.1 200 OK") for sock in socks)
+    finally:
+        for sock in socks:
+            sock.close()
+    assert router.is_well()

@@ -16,10 +16,9 @@ from cluster.http_connection import (
     MAX_HEAD_BYTES,
     MAX_PIPELINED,
     BoundedHttpProtocol,
-    JoiningTransport,
     Refusal,
-    UnchunkedTransport,
 )
+from cluster.http_transports import JoiningTransport, UnchunkedTransport
 from tests.fakes.wire import Wire
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"

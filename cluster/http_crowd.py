@@ -1,0 +1,61 @@
+"""What all HTTP connections of an event loop share, so that no number of them harms the others."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+MAX_STARTS = 4
+"""Maximum number of requests that start in one pass of the event loop."""
+MAX_UNREAD_BYTES = 128 << 20
+"""Maximum size of the responses that clients have not read."""
+
+
+class Crowd:
+    """All HTTP connections of one event loop."""
+
+    _crowds: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "Crowd"]] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._num_left = MAX_STARTS
+        """Number of requests that may still start in this pass."""
+        self._unread: dict[asyncio.Transport, None] = {}
+        """Connections whose clients have to read before more is sent, the one that waits longest first."""
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> "Crowd":
+        return cls._crowds.get(loop) or cls._crowds.setdefault(loop, cls())
+
+    def start(self, begin: Callable[[], None]) -> None:
+        """Start a request, in a later pass of the event loop if this one has started ``MAX_STARTS``.
+
+        So a pass takes little time, and the tokens of streams and the timers never wait for a crowd of requests.
+        """
+        if self._num_left == MAX_STARTS:
+            asyncio.get_running_loop().call_soon(self._begin_pass)
+        self._waiting.append(begin)
+        self._start_some()
+
+    def add_unread(self, wire: asyncio.Transport) -> None:
+        """Note that a client has to read. Disconnect those that wait longest if all have too much to read."""
+        self._unread[wire] = None
+        while sum(each.get_write_buffer_size() for each in self._unread) > MAX_UNREAD_BYTES:
+            oldest = next(iter(self._unread))
+            self.forget_unread(oldest)
+            oldest.abort()
+
+    def forget_unread(self, wire: asyncio.Transport) -> None:
+        self._unread.pop(wire, None)
+
+    def _begin_pass(self) -> None:
+        self._num_left = MAX_STARTS
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._begin_pass)
+            self._start_some()
+
+    def _start_some(self) -> None:
+        while self._waiting and self._num_left:
+            self._num_left -= 1
+            self._waiting.popleft()()

@@ -1,0 +1,75 @@
+"""What the HTTP connections of an event loop share: starts of requests, and responses that clients do not read."""
+
+import asyncio
+from functools import partial
+from typing import Any, cast
+
+from cluster.http_crowd import MAX_STARTS, MAX_UNREAD_BYTES, Crowd
+
+
+async def test_only_a_few_requests_start_in_one_pass_of_the_loop() -> None:
+    crowd, started = Crowd.of(asyncio.get_running_loop()), list[int]()
+    for number in range(2 * MAX_STARTS + 1):
+        crowd.start(partial(started.append, number))
+    for most in (MAX_STARTS, 2 * MAX_STARTS, 2 * MAX_STARTS + 1, 2 * MAX_STARTS + 1):
+        assert started == list(range(most))
+        await asyncio.sleep(0)
+
+
+async def test_requests_of_later_passes_start_at_once() -> None:
+    crowd, started = Crowd.of(asyncio.get_running_loop()), list[int]()
+    for number in range(3 * MAX_STARTS):
+        crowd.start(partial(started.append, number))
+        assert started[-1] == number
+        await asyncio.sleep(0)
+
+
+async def test_a_request_started_by_another_one_waits_its_turn() -> None:
+    crowd, started = Crowd.of(asyncio.get_running_loop()), list[str]()
+
+    def start(name: str, depth: int) -> None:
+        started.append(name)
+        if depth:
+            crowd.start(partial(start, f"{name}+", depth - 1))
+
+    for name in "abcdef":
+        crowd.start(partial(start, name, 1))
+    while len(started) < 12:
+        await asyncio.sleep(0)
+    assert sorted(started) == sorted([*"abcdef", *(f"{name}+" for name in "abcdef")])
+
+
+def test_every_event_loop_has_its_own() -> None:
+    async def find() -> Crowd:
+        crowd = Crowd.of(asyncio.get_running_loop())
+        assert Crowd.of(asyncio.get_running_loop()) is crowd
+        crowd.start(lambda: None)
+        return crowd
+
+    assert asyncio.run(find()) is not asyncio.run(find())
+
+
+class Wire:
+    def __init__(self, num_unread: int) -> None:
+        self.num_unread = num_unread
+        self.is_aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_the_client_that_waits_longest_is_disconnected_if_all_have_too_much_to_read() -> None:
+    crowd = Crowd()
+    wires = [Wire(MAX_UNREAD_BYTES // 3) for _ in range(4)]
+    for wire in wires[:3]:
+        crowd.add_unread(cast(Any, wire))
+    crowd.forget_unread(cast(Any, wires[0]))
+    crowd.add_unread(cast(Any, wires[0]))
+    assert not any(wire.is_aborted for wire in wires)
+    crowd.add_unread(cast(Any, wires[3]))
+    assert [wire.is_aborted for wire in wires] == [False, True, False, False]
+    crowd.add_unread(cast(Any, huge := Wire(MAX_UNREAD_BYTES + 1)))
+    assert huge.is_aborted
