@@ -1,4 +1,4 @@
-"""What all HTTP connections of an event loop share, so that no number of them harms the others."""
+"""Limits on all HTTP connections of an event loop together, so that no number of them harms the others."""
 
 import asyncio
 from collections import deque

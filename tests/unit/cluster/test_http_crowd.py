@@ -1,4 +1,4 @@
-"""What the HTTP connections of an event loop share: starts of requests, and responses that clients do not read."""
+"""Limits on all HTTP connections of an event loop: starts of requests, and responses that clients do not read."""
 
 import asyncio
 from functools import partial
