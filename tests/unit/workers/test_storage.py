@@ -73,6 +73,27 @@ def put_file_of_another_account(path: Path) -> None:
         pytest.skip("only root can give a file away")
 
 
+TOO_LONG = "b" * 300
+"""Name of an object that no file system can store."""
+
+
+def put_link_to_a_folder(path: Path) -> None:
+    outside = next(parent / "outside" for parent in path.parents if (parent / "outside").is_dir())
+    path.symlink_to(outside, target_is_directory=True)
+
+
+def put_file(path: Path) -> None:
+    path.write_text("junk")
+
+
+def put_folder_of_another_account(path: Path) -> None:
+    path.mkdir()
+    try:
+        os.chown(path, 12345, -1)
+    except PermissionError:
+        pytest.skip("only root can give a folder away")
+
+
 FOREIGN = [put_link, os.mkfifo, put_folder, put_socket, put_file_of_another_account]
 
 
@@ -97,6 +118,29 @@ def test_invalid_files_are_replaced_by_objects(
     assert (path.lstat().st_mode, path.lstat().st_nlink, path.lstat().st_uid) == (0o100600, 1, os.geteuid())
     assert (target.stat().st_mtime, target.read_bytes()) == (5.0, path.read_bytes())
     assert len(list(path.parent.glob(".displaced-*/file"))) == (put is put_folder)
+
+
+@pytest.mark.parametrize("put", [put_link_to_a_folder, put_file, put_folder_of_another_account])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_whatever_is_in_the_place_of_a_subfolder_is_moved_aside(
+    tmp_path: Path, put: Callable[[Path], None], depth: int
+) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "store"
+    outside.mkdir()
+    store = RankStore(files(folder), records_of(sizes())[0])
+    assert store.write(PAGES[:1]) == [True]
+    (path,) = objects(folder)
+    place = path.parents[2 - depth]
+    shutil.rmtree(place)
+    put(place)
+    store = RankStore(files(folder), records_of(sizes())[0])
+    assert store.look_up(PAGES[:1]) == [False]
+    assert store.write(PAGES[:1]) == store.read(PAGES[:1]) == [True]
+    assert place.lstat().st_mode == 0o40700
+    assert list(outside.iterdir()) == []
+    assert len(list(place.parent.glob(".displaced-*"))) == 1
+    files(folder)
+    assert len(list(place.parent.glob(".displaced-*"))) == 1
 
 
 @pytest.mark.parametrize("of", [sizes(tp=2), sizes(pp=2), sizes(tp=4, pp=2)])
@@ -158,9 +202,7 @@ def test_two_backends_on_one_folder_write_the_same_object(tmp_path: Path) -> Non
 
 def test_one_call_returns_the_result_of_each_object(tmp_path: Path) -> None:
     backend = files(tmp_path)
-    (tmp_path / "n").mkdir()
-    (tmp_path / "n" / "bb").write_text("a file where a folder should be")
-    given = {f"n/{name}": memoryview(bytearray(name.encode())) for name in ("aa", "bb", "cc", "dd")}
+    given = {f"n/{name}": memoryview(bytearray(name[:2].encode())) for name in ("aa", TOO_LONG, "cc", "dd")}
     written = backend.write([StorageObject(name, [data]) for name, data in given.items()])
     assert [type(error) for error in written] == [type(None), StorageError, type(None), type(None)]
     (tmp_path / "n" / "cc" / "cc").write_bytes(b"c")
@@ -181,9 +223,8 @@ def test_disk_errors_are_storage_errors(tmp_path: Path) -> None:
     write_one(backend, "n/aa", [memoryview(b"1")])
     with pytest.raises(CorruptObjectError, match="has 1 bytes, expected 2"):
         read_one(backend, "n/aa", [memoryview(bytearray(2))])
-    (tmp_path / "kv" / "n" / "bb").write_text("a file where a folder should be")
-    with pytest.raises(StorageError, match="cannot be written"):
-        write_one(backend, "n/bb", [memoryview(b"1")])
+    with pytest.raises(StorageError, match="cannot be written: File name too long"):
+        write_one(backend, f"n/{TOO_LONG}", [memoryview(b"1")])
 
 
 def test_a_full_disk_fails_writes_until_a_sweep_frees_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ class FileStorage:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             return self._folder.open(path, flags)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             self._folder.make(path.parent)
             return self._folder.open(path, flags)
 

@@ -17,6 +17,7 @@ _log = logging.getLogger(__name__)
 KEY = ".key"
 """Name of the file with the folder's key. Sweepers lock it."""
 KEY_BYTES = 32
+_DISPLACED = ".displaced-"
 _PRIVATE_FILE, _PRIVATE_FOLDER, _OTHERS = 0o600, 0o700, 0o077
 _FOREIGN = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 """Errors raised by opening a link, a socket or a folder."""
@@ -43,6 +44,7 @@ class PrivateFolder:
             path.mkdir(_PRIVATE_FOLDER, parents=True, exist_ok=True)
             self._owner = path.stat().st_uid
             self._restrict()
+            self._displace_foreign_folders()
             descriptor = self.open_key(os.O_RDONLY)
             try:
                 self.key = os.read(descriptor, KEY_BYTES)
@@ -58,9 +60,12 @@ class PrivateFolder:
         return stat.S_ISREG(info.st_mode) and info.st_uid == self._owner
 
     def make(self, subfolder: Path) -> None:
-        """Create a subfolder, and those above it, if they are missing."""
+        """Create a subfolder, and those above it, if they are missing. Whatever is in their place is moved aside."""
         for folder in (self.path, *reversed(subfolder.relative_to(self.path).parents[:-1]), subfolder):
-            (self.path / folder).mkdir(_PRIVATE_FOLDER, exist_ok=True)
+            path = self.path / folder
+            if path != self.path:
+                self._displace(path)
+            path.mkdir(_PRIVATE_FOLDER, exist_ok=True)
 
     def open(self, path: Path, flags: int) -> int:
         """Open or create a file.
@@ -107,6 +112,24 @@ class PrivateFolder:
             os.close(descriptor)
             complete.unlink()
 
+    def _displace_foreign_folders(self) -> None:
+        """Move aside links and folders of others, which were put here before the folder was restricted."""
+        if not os.access(self.path, os.W_OK):
+            return
+        for namespace in self.path.iterdir():
+            if (namespace.is_symlink() or namespace.is_dir()) and not namespace.name.startswith(_DISPLACED):
+                self._displace(namespace)
+                for path in namespace.iterdir() if namespace.is_dir() else ():
+                    if path.is_symlink() or path.is_dir():
+                        self._displace(path)
+
+    def _displace(self, path: Path) -> None:
+        """Move aside whatever is at a path, unless it is a folder of this account."""
+        with contextlib.suppress(FileNotFoundError):  # nothing is there, or another process was faster
+            info = path.lstat()
+            if not stat.S_ISDIR(info.st_mode) or info.st_uid != self._owner:
+                move_aside(path)
+
     def _restrict(self) -> None:
         """Remove the permissions of other accounts.
 
@@ -143,6 +166,6 @@ def open_at_once(path: Path | str, flags: int) -> int:
 
 def move_aside(path: Path) -> None:
     """Rename what blocks a path. Baton did not create it and must not delete it."""
-    aside = path.with_name(f".displaced-{secrets.token_hex(4)}-{path.name}")
+    aside = path.with_name(f"{_DISPLACED}{secrets.token_hex(4)}-{path.name}")
     _log.warning("%s is not a file of Baton, and becomes %s", path, aside.name)
     path.rename(aside)
