@@ -157,7 +157,7 @@ def _open_attention(spec: WorkerSpec, model: DecoderModel, needs: Set[Feature]) 
     choice = choose_backend(setting, model.device, model.dtype, needs, model.attention)
     _log.info("attention backend %s: %s", choice.name, choice.reason)
     if "native" in choice.name:
-        elementwise.register(model.device, Library.load())
+        elementwise.register(model.device, model.dtype, Library.load())
     return choice.backend
 
 

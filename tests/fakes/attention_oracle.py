@@ -17,7 +17,7 @@ from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
 from tests.fakes.steps import Request, step_of
-from workers.attention.interface import AttentionBackend
+from workers.attention.interface import AttentionBackend, Feature
 from workers.attention.registry import choose_backend
 from workers.context_parallel.exchange import join_rows
 from workers.device import CPU, Device
@@ -105,7 +105,9 @@ class ScenarioRun:
         self.scenario = scenario
         self.device = device
         self.exchange = CpExchange(group)
-        self.backend = backend or choose_backend(AttentionSetting.AUTO, self.device, scenario.dtype).backend
+        self.backend = (
+            backend or choose_backend(AttentionSetting.AUTO, self.device, scenario.dtype, set(Feature)).backend
+        )
         self.owners = 1 if scenario.passing is None else scenario.cp
         self.tables, pages_an_owner = page_tables(scenario, self.owners)
         shape = (pages_an_owner, KV_HEADS, NUM_LAYERS, scenario.page_size, HEAD_DIM, scenario.dtype)

@@ -4,7 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +15,14 @@ _RAY_PROGRAMS = {"ray", "raylet", "gcs_server"}
 
 class ReachedOutsideError(BaseException):
     """A unit test used something real. Not an Exception, so that no handler under test swallows it."""
+
+
+@pytest.fixture(autouse=True)
+def no_kernels_of_other_tests() -> Iterator[None]:
+    """Forget the native kernels that a test has registered for its process, since later ones expect plain torch."""
+    yield
+    if (module := sys.modules.get("workers.kernels.elementwise")) is not None:
+        module._REGISTERED.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -20,12 +20,18 @@ class Entry(NamedTuple):
     target: str
     devices: tuple[str, ...]
     lacks: Set[Feature] = frozenset()
-    is_bf16_only: bool = False
+    dtypes: tuple[torch.dtype, ...] | None = None
+    """Supported dtypes; None if all are."""
 
 
 BACKENDS = {
-    "flash_attn": Entry("workers.attention.flash_attn_backend:FlashAttention", ("cuda",), is_bf16_only=True),
-    "native": Entry("workers.attention.native_backend:NativeAttention", ("cpu",), frozenset(Feature)),
+    "flash_attn": Entry("workers.attention.flash_attn_backend:FlashAttention", ("cuda",), dtypes=(torch.bfloat16,)),
+    "native": Entry(
+        "workers.attention.native_backend:NativeAttention",
+        ("cpu",),
+        frozenset(Feature),
+        dtypes=(torch.bfloat16, torch.float32),
+    ),
     "torch": Entry("workers.attention.torch_backend:TorchAttention", ("cpu", "cuda")),
     "triton": Entry("workers.attention.triton.backend:TritonAttention", ("cuda",)),
 }
@@ -81,7 +87,7 @@ def choose_backend(
     suitable = {
         name: entry.lacks
         for name, entry in BACKENDS.items()
-        if device.name in entry.devices and (dtype == torch.bfloat16 or not entry.is_bf16_only)
+        if device.name in entry.devices and (entry.dtypes is None or dtype in entry.dtypes)
     }
     on = f"on {device.name} in {dtype}".replace("torch.", "")
     if name not in suitable:
@@ -107,6 +113,8 @@ def _words(features: Set[Feature]) -> str:
 def _fastest(device: Device, dtype: torch.dtype, needs: Set[Feature], shape: AttentionShape | None) -> BackendChoice:
     if device.has_kernels:
         return BackendChoice("triton", load_backend("triton"), "reads pages of any size in place")
+    if dtype not in (BACKENDS["native"].dtypes or ()):
+        return BackendChoice("torch", load_backend("torch"), f"{dtype} on a CPU")
     if missing := needs & BACKENDS["native"].lacks:
         return BackendChoice("torch", load_backend("torch"), f"native lacks {_words(missing)}")
     try:

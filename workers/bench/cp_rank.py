@@ -48,7 +48,7 @@ class CpBenchRank:
         needs, shape = needs_of(geometry.groups), self._model.attention
         attention = choose_backend(AttentionSetting.AUTO, self._model.device, dtype, needs, shape)
         if "native" in attention.name:
-            elementwise.register(CPU, Library.load())
+            elementwise.register(CPU, dtype, Library.load())
         self._backend = attention.backend
         self._store: ReplicaStore | None = None
         self._groups: dict[int, tuple[Communicator, ModelRunner, Rates]] = {}

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from workers.device import Device, device_of
@@ -43,8 +44,8 @@ class ElementwiseKernels(Protocol):
         ...
 
 
-_REGISTERED: dict[Device, ElementwiseKernels] = {}
-"""Kernels of this process, except Triton's."""
+_REGISTERED: dict[tuple[Device, torch.dtype], ElementwiseKernels] = {}
+"""Kernels of this process, except Triton's, by device and dtype."""
 
 
 def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:
@@ -54,8 +55,8 @@ def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:
         from workers.kernels import triton_elementwise
 
         return triton_elementwise
-    return _REGISTERED.get(device)
+    return _REGISTERED.get((device, x.dtype))
 
 
-def register(device: Device, kernels: ElementwiseKernels) -> None:
-    _REGISTERED[device] = kernels
+def register(device: Device, dtype: torch.dtype, kernels: ElementwiseKernels) -> None:
+    _REGISTERED[device, dtype] = kernels

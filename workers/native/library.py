@@ -168,8 +168,9 @@ class Library:
         self._share(function, (*pointers, size, x.stride(0), y_stride, eps), num_rows, size)
 
     def _functions_for(self, *tensors: Tensor) -> _Functions:
-        [dtype] = {x.dtype for x in tensors}
-        return self._functions[dtype]
+        dtypes = {x.dtype for x in tensors}
+        assert len(dtypes) == 1, f"tensors have dtypes {dtypes}"
+        return self._functions[dtypes.pop()]
 
     def _share(self, function: Callable[..., int], given: tuple[object, ...], num_rows: int, size: int) -> None:
         """Call ``function`` for all rows, divided among the threads if there are many."""

@@ -282,7 +282,8 @@ def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "f.yaml"
     file.write_text("name: shown\nprefill: {replicas: 2, parallel: {cp: 2}}")
-    code, out, err = baton("plan", str(file))
+    assert baton("plan", str(file))[1].endswith("\n14 checks pass\n")
+    code, out, err = baton("plan", "--verbose", str(file))
     assert (code, err) == (0, "")
     for part in (
         "Cluster shown serves the model recall",

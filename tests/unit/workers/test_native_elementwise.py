@@ -159,7 +159,7 @@ def test_layers_use_them(library: Library, dtype: torch.dtype, monkeypatch: pyte
             used.append(name)
             return object.__getattribute__(library, name)
 
-    monkeypatch.setitem(elementwise._REGISTERED, CPU, object.__new__(Noting))
+    monkeypatch.setitem(elementwise._REGISTERED, (CPU, dtype), object.__new__(Noting))
     layer, x = RMSNorm(8, EPS), torch.ones(2, 8, dtype=dtype)
     layer.weight = torch.nn.Parameter(torch.ones(8, dtype=dtype), requires_grad=False)
     layer(x), layer.of_sum(x, x), gated(x), Rotation(x[:, None], x[:, None]).apply(x[:, None], layer)
