@@ -27,87 +27,77 @@ from cluster.spec.errors import UserError
 
 NUM_REQUESTS, CONCURRENCY = 32, 4
 
-Entries = list[TraceEntry] | list[PromptEntry] | None
+NumRequests = Annotated[
+    int | None, typer.Option(help=f"Number of requests. Default: {NUM_REQUESTS}, or the entire dataset.", min=1)
+]
+InputLen = Annotated[int, typer.Option(help="Tokens of each random prompt.", min=1)]
+OutputLen = Annotated[int, typer.Option(help="Output tokens per request, unless the dataset has their number.", min=1)]
+Concurrency = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Maximum number of requests in flight. Default: {CONCURRENCY}, or unlimited with --request-rate "
+        "or a trace.",
+        min=1,
+    ),
+]
+RequestRate = Annotated[float | None, typer.Option(help="Mean number of requests per second, with Poisson arrivals.")]
+Dataset = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of requests instead of random prompts: a Mooncake trace (replayed with its lengths, arrival "
+        'times and common prefixes), ShareGPT conversations, or JSON lines with "prompt" and "output_len".'
+    ),
+]
+Goodput = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="LATENCY:MS",
+        help="Count the requests per second whose latency is at most this, as in ttft:2000, tpot:50 or e2el:9000. "
+        "Repeatable.",
+    ),
+]
+Save = Annotated[
+    typer.FileTextWrite | None,
+    typer.Option(help="JSON file for the report and all requests.", lazy=False, metavar="<path>"),
+]
+TraceOut = Annotated[
+    typer.FileBinaryWrite | None,
+    typer.Option(help="File for a Perfetto trace of the middle request on all ranks.", lazy=False, metavar="<path>"),
+]
 
 
 def serve(
     url: Url = None,
     cluster: Cluster = None,
     model: Annotated[str | None, typer.Option(help="Model name. Default: the endpoint's first model.")] = None,
-    num_requests: Annotated[
-        int | None, typer.Option(help=f"Number of requests. Default: {NUM_REQUESTS}, or the entire dataset.", min=1)
-    ] = None,
-    input_len: Annotated[int, typer.Option(help="Tokens of each random prompt.", min=1)] = 512,
-    output_len: Annotated[
-        int, typer.Option(help="Output tokens per request, unless the dataset has their number.", min=1)
-    ] = 64,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Maximum number of requests in flight. Default: {CONCURRENCY}, or unlimited with --request-rate "
-            "or a trace.",
-            min=1,
-        ),
-    ] = None,
-    request_rate: Annotated[
-        float | None, typer.Option(help="Mean number of requests per second, with Poisson arrivals.")
-    ] = None,
-    dataset: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of requests instead of random prompts: a Mooncake trace (replayed with its lengths, arrival "
-            'times and common prefixes), ShareGPT conversations, or JSON lines with "prompt" and "output_len".'
-        ),
-    ] = None,
+    num_requests: NumRequests = None,
+    input_len: InputLen = 512,
+    output_len: OutputLen = 64,
+    concurrency: Concurrency = None,
+    request_rate: RequestRate = None,
+    dataset: Dataset = None,
     trace_scale: Annotated[float, typer.Option(help="Factor for a trace's lengths.")] = 1.0,
     trace_speed: Annotated[float, typer.Option(help="Factor for a trace's arrival rate.")] = 1.0,
-    goodput: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LATENCY:MS",
-            help="Count the requests per second whose latency is at most this, as in ttft:2000, tpot:50 or e2el:9000. "
-            "Repeatable.",
-        ),
-    ] = None,
-    save: Annotated[
-        typer.FileTextWrite | None,
-        typer.Option(help="JSON file for the report and all requests.", lazy=False, metavar="<path>"),
-    ] = None,
-    trace_out: Annotated[
-        typer.FileBinaryWrite | None,
-        typer.Option(
-            help="File for a Perfetto trace of the middle request on all ranks.", lazy=False, metavar="<path>"
-        ),
-    ] = None,
+    goodput: Goodput = None,
+    save: Save = None,
+    trace_out: TraceOut = None,
     as_json: Json = False,
 ) -> None:
     """Benchmark the latency, throughput and cache hits of a running endpoint."""
     goals = _goals(goodput) if goodput else None
-    entries: Entries = read_dataset(dataset, num_requests) if dataset is not None else None
-
-    def plan(client: httpx.Client, model: str) -> Workload:
-        if entries and isinstance(entries[0], TraceEntry):
-            traced = [entry for entry in entries if isinstance(entry, TraceEntry)]
-            return trace_workload(traced, scale=trace_scale, speed=trace_speed, concurrency=concurrency)
-        limit = CONCURRENCY if concurrency is None and request_rate is None else concurrency
-        if dataset is not None:
-            texts = [entry for entry in entries or () if isinstance(entry, PromptEntry)]
-            return text_workload(
-                _with_lengths(client, model, texts, output_len),
-                name=dataset.name,
-                concurrency=limit,
-                request_rate=request_rate,
-            )
-        return random_workload(
-            num_requests=num_requests or NUM_REQUESTS,
-            input_len=input_len,
-            output_len=output_len,
-            concurrency=limit,
-            request_rate=request_rate,
-        )
-
+    load = _Load(
+        entries=[] if dataset is None else read_dataset(dataset, num_requests),
+        name="" if dataset is None else dataset.name,
+        num_requests=num_requests or NUM_REQUESTS,
+        input_len=input_len,
+        output_len=output_len,
+        concurrency=concurrency,
+        request_rate=request_rate,
+        trace_scale=trace_scale,
+        trace_speed=trace_speed,
+    )
     url = endpoint_url(url, cluster)
-    served, workload, records = _measure(url, model, plan, traced=trace_out is not None)
+    served, workload, records = _measure(url, model, load, traced=trace_out is not None)
     report = summarize(records, goals)
     result = {"url": url, "model": served, "workload": workload.title, **dataclasses.asdict(report)}
     if save is not None:
@@ -121,6 +111,40 @@ def serve(
         fail(f"no request succeeded: {', '.join(report.errors)}")
     if trace_out is not None:
         _write_trace(url, records[len(records) // 2], trace_out)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """Options for the requests. The endpoint is needed to count the tokens of answers in a dataset."""
+
+    entries: Sequence[TraceEntry | PromptEntry]
+    """Requests of the dataset; empty for random prompts."""
+    name: str
+    num_requests: int
+    input_len: int
+    output_len: int
+    concurrency: int | None
+    request_rate: float | None
+    trace_scale: float
+    trace_speed: float
+
+    def plan(self, client: httpx.Client, model: str) -> Workload:
+        trace = [entry for entry in self.entries if isinstance(entry, TraceEntry)]
+        if trace:
+            return trace_workload(trace, scale=self.trace_scale, speed=self.trace_speed, concurrency=self.concurrency)
+        rate = self.request_rate
+        limit = CONCURRENCY if self.concurrency is None and rate is None else self.concurrency
+        texts = [entry for entry in self.entries if isinstance(entry, PromptEntry)]
+        if texts:
+            lengths = _with_lengths(client, model, texts, self.output_len)
+            return text_workload(lengths, name=self.name, concurrency=limit, request_rate=rate)
+        return random_workload(
+            num_requests=self.num_requests,
+            input_len=self.input_len,
+            output_len=self.output_len,
+            concurrency=limit,
+            request_rate=rate,
+        )
 
 
 def _goals(given: Sequence[str]) -> Goals:
@@ -147,16 +171,14 @@ def _with_lengths(
     ]
 
 
-def _measure(
-    url: str, model: str | None, plan: Callable[[httpx.Client, str], Workload], *, traced: bool
-) -> tuple[str, Workload, list[RequestRecord]]:
+def _measure(url: str, model: str | None, load: _Load, *, traced: bool) -> tuple[str, Workload, list[RequestRecord]]:
     try:
         with httpx.Client(base_url=url, timeout=60.0, headers=key_headers()) as client:
             model = model or first_model(client)
-            workload = plan(client, model)
+            workload = load.plan(client, model)
         with _progress(len(workload.requests)) as on_progress:
-            load = run_load(url, model, workload, traced=traced, on_progress=on_progress)
-            return model, workload, asyncio.run(load)
+            run = run_load(url, model, workload, traced=traced, on_progress=on_progress)
+            return model, workload, asyncio.run(run)
     except (httpx.HTTPError, httpx.InvalidURL, EndpointError) as error:
         fail(f"{url}: {error}")
     except KeyboardInterrupt:

@@ -6,12 +6,12 @@
 
 namespace {
 
-constexpr int kBlock = 64;                     // Keys per block.
-constexpr int kTileRows = 384;                 // Rows per tile. Their queries and sums stay in the L2 cache.
-constexpr int kLine = 64 / sizeof(Element);    // Elements per cache line.
-constexpr float kSlack = 40.0f;                // Scores may exceed their reference by this much, in powers of two.
-constexpr float kHidden = -1e30f;              // Score of a key that is not seen.
-constexpr float kUnset = -1e38f;               // Reference of a row before its first block.
+constexpr int kBlock = 64;                   // Keys per block.
+constexpr int kTileRows = 384;               // Rows per tile. Their queries and sums stay in the L2 cache.
+constexpr int kLine = 64 / sizeof(Element);  // Elements per cache line.
+constexpr float kSlack = 40.0f;              // Scores may exceed their reference by this much, in powers of two.
+constexpr float kHidden = -1e30f;            // Score of a key that is not seen.
+constexpr float kUnset = -1e38f;             // Reference of a row before its first block.
 
 // Addresses of the keys and values of one block. Zeros follow the last key.
 struct Block {

@@ -44,7 +44,8 @@ struct Scratch {
 
   // Index of dim d in a row's query and sum, in a tile with num_rows rows.
   int64_t index(int64_t row, int64_t d, int64_t num_rows) const {
-    const int64_t at_once = num_rows > kFewRows ? kPanel : std::min<int64_t>(num_rows, kAtOnce), p = pairs_index<Element>(d);
+    const int64_t at_once = num_rows > kFewRows ? kPanel : std::min<int64_t>(num_rows, kAtOnce);
+    const int64_t p = pairs_index<Element>(d);
     const int64_t group = row / at_once * at_once * width, mine = row % at_once;
     return group + (num_rows > kFewRows ? p * kPanel + mine : (p / kLanes * at_once + mine) * kLanes + p % kLanes);
   }

@@ -81,8 +81,9 @@ void rotate(const Element* x, const Element* cos, const Element* sin, Element* o
 }  // namespace
 
 // Normalize rows begin to end of x, or of x + y, which is stored in total.
-extern "C" void EXPORT(rms_norm)(const Element* x, const Element* y, const Element* weight, Element* total, Element* out, int64_t size,
-                               int64_t x_stride, int64_t y_stride, float eps, int64_t begin, int64_t end) {
+extern "C" void EXPORT(rms_norm)(const Element* x, const Element* y, const Element* weight, Element* total,
+                                 Element* out, int64_t size, int64_t x_stride, int64_t y_stride, float eps,
+                                 int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const Element* given = x + row * x_stride;
     if (y) {
@@ -96,9 +97,9 @@ extern "C" void EXPORT(rms_norm)(const Element* x, const Element* y, const Eleme
 }
 
 // Rotate the heads of tokens begin to end. With a weight, normalize them first.
-extern "C" void EXPORT(rotate)(const Element* x, const Element* cos, const Element* sin, const Element* weight, Element* out,
-                             int64_t num_heads, int64_t head_dim, int64_t token_stride, int64_t head_stride, float eps,
-                             int64_t begin, int64_t end) {
+extern "C" void EXPORT(rotate)(const Element* x, const Element* cos, const Element* sin, const Element* weight,
+                               Element* out, int64_t num_heads, int64_t head_dim, int64_t token_stride,
+                               int64_t head_stride, float eps, int64_t begin, int64_t end) {
   Element normal[kMostDims];
   for (int64_t token = begin; token < end; ++token)
     for (int64_t head = 0; head < num_heads; ++head) {
@@ -110,10 +111,10 @@ extern "C" void EXPORT(rotate)(const Element* x, const Element* cos, const Eleme
 }
 
 // Write rows begin to end of kv to their slots. Strides are in elements.
-extern "C" void EXPORT(store_kv)(Element* pages, const int64_t* slots, const Element* kv, int64_t page_size, int64_t num_heads,
-                               int64_t head_dim, int64_t page_stride, int64_t head_stride, int64_t which_stride,
-                               int64_t slot_stride, int64_t row_stride, int64_t kv_which_stride, int64_t kv_head_stride,
-                               int64_t begin, int64_t end) {
+extern "C" void EXPORT(store_kv)(Element* pages, const int64_t* slots, const Element* kv, int64_t page_size,
+                                 int64_t num_heads, int64_t head_dim, int64_t page_stride, int64_t head_stride,
+                                 int64_t which_stride, int64_t slot_stride, int64_t row_stride, int64_t kv_which_stride,
+                                 int64_t kv_head_stride, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     Element* to = pages + slots[row] / page_size * page_stride + slots[row] % page_size * slot_stride;
     const Element* from = kv + row * row_stride;
@@ -125,7 +126,8 @@ extern "C" void EXPORT(store_kv)(Element* pages, const int64_t* slots, const Ele
 }
 
 // Compute silu(gate) * up for rows begin to end, where each row is [gate, up] with size numbers each.
-extern "C" void EXPORT(swiglu)(const Element* gate_up, Element* out, int64_t size, int64_t stride, int64_t begin, int64_t end) {
+extern "C" void EXPORT(swiglu)(const Element* gate_up, Element* out, int64_t size, int64_t stride, int64_t begin,
+                               int64_t end) {
   for (int64_t row = begin; row < end; ++row)
     for (int64_t d = 0; d < size; d += kPairs) {
       const Element* gate = gate_up + row * stride + d;
