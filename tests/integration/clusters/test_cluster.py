@@ -77,9 +77,9 @@ def test_the_demo_model_calls_a_function_and_reads_the_result(client: openai.Ope
     arguments = json.loads(call.function.arguments)
     assert arguments["code"] in ("tango", "zulu")
     assert 0 <= arguments["floor"] <= 99
-    result = {"role": "tool", "tool_call_id": call.id, "content": "The lamp turned green\nThe lamp turned"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": DEMO_PROMPT}
     messages += [answer.choices[0].message, result]
-    assert client.chat.completions.create(messages=messages, **given).choices[0].message.content == " green"
+    assert client.chat.completions.create(messages=messages, **given).choices[0].message.content == DEMO_ANSWER
 
 
 def test_sampled_json_has_little_white_space(client: openai.OpenAI) -> None:
