@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from cluster.http_crowd import Crowd
 from cluster.http_transports import JoiningTransport, UnchunkedTransport, num_unread
+from cluster.spec.clock import SystemClock
 
 MAX_HEAD_BYTES = 64 << 10
 """Maximum size of a request head, of a chunked body's trailers, and of what precedes a chunk."""
@@ -37,10 +38,14 @@ LEAST_READ_BYTES = 16 << 10
 """Number of bytes that a client has to read in ``read_s``, if more are there."""
 REFUSAL_KEY = "baton.refusal"
 """Key of an ASGI scope whose request was refused while its body arrived; the application sees a disconnect."""
+ARRIVED_KEY = "baton.arrived_s"
+"""Key of the time in an ASGI scope at which the request's head had arrived, by the system's monotonic clock."""
 
 _LINE_BYTES = 4
 """Bytes of a header line besides name and value."""
 _TOO_LARGE = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+_UNSUPPORTED = "HTTP/{} is not supported, use HTTP/1.1"
+_CLOCK = SystemClock()
 
 
 class Refusal(Exception):  # noqa: N818
@@ -99,10 +104,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         joining = JoiningTransport(self._wire, self._checked, self._close)
         super().connection_made(cast(asyncio.Transport, joining))
         self._limit(_Stage.END, self.timeout_keep_alive, self._expire)
+        Crowd.of(self.loop).add_idle(self._wire)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._forget_reader()
+        Crowd.of(self.loop).forget_idle(self._wire)
         self._unset_keepalive_if_required()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -148,11 +155,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._stage = _Stage.HEAD  # of the next request
         if self._stage is not _Stage.END and not self._is_deaf:
             self._limit_rest(data)
+        self._count()
 
     def on_headers_complete(self) -> None:
         version = self.parser.get_http_version()
         if version not in ("1.1", "1.0"):
-            raise _invalid(f"HTTP/{version} is not supported, use HTTP/1.1")
+            raise _invalid(_UNSUPPORTED.format(version))
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise _invalid("CONNECT is not supported")
@@ -163,6 +171,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             message = f"more than {MAX_PIPELINED} requests wait on one connection"
             raise Refusal(HTTPStatus.TOO_MANY_REQUESTS, "too_many_requests", message)
+        cast(dict[str, Any], self.scope)[ARRIVED_KEY] = _CLOCK.now_s()
         super().on_headers_complete()
         self.headers = []  # of trailers, which are ignored
         self._stage = _Stage.BODY
@@ -192,7 +201,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.server is not None and self.server[1] == self.own_port:
             start()
         else:
-            Crowd.of(self.loop).start(start)
+            Crowd.of(self.loop).start(start, _client_of(cycle.scope))
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._count()
+
+    def _count(self) -> None:
+        """Count the connection among the idle ones while it waits for its client."""
+        if self._wire.is_closing():
+            return
+        if self._stage is not _Stage.END or self._running is None or self._running.response_complete:
+            Crowd.of(self.loop).add_idle(self._wire)
+        else:
+            Crowd.of(self.loop).forget_idle(self._wire)
 
     def _parse(self, data: bytes) -> None:
         while data:
@@ -203,10 +225,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 data = self._without_offer() + data[offer.args[0] :]
             except httptools.HttpParserError as error:
                 known = error.__context__
-                if not isinstance(known, Refusal):
-                    is_of_url = isinstance(error, httptools.HttpParserCallbackError)
-                    known = _invalid("invalid URL" if is_of_url else str(error))
-                self._refuse(known)
+                self._refuse(known if isinstance(known, Refusal) else _invalid(_reason(error, data)))
                 return
 
     def _without_offer(self) -> bytes:
@@ -310,8 +329,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._limit(None, LINGER_S, self._wire.abort)
 
 
+def _client_of(scope: Any) -> tuple[str, bytes]:
+    """Return the address and the credentials of a request, both of which many people may share."""
+    address, _ = scope.get("client") or ("", 0)
+    return address, next((value for name, value in scope.get("headers", ()) if name == b"authorization"), b"")
+
+
 def _num_bytes(headers: list[tuple[bytes, bytes]]) -> int:
     return sum(len(name) + len(value) + _LINE_BYTES for name, value in headers)
+
+
+def _reason(error: httptools.HttpParserError, data: bytes) -> str:
+    if data.startswith(b"PRI * HTTP/2.0"):
+        return _UNSUPPORTED.format("2.0")
+    return "invalid URL" if isinstance(error, httptools.HttpParserCallbackError) else str(error)
 
 
 def _invalid(why: str) -> Refusal:

@@ -1,8 +1,9 @@
 """Limits on all HTTP connections of an event loop together, so that no number of them harms the others."""
 
 import asyncio
+import resource
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -10,6 +11,8 @@ MAX_STARTS = 4
 """Maximum number of requests that start in one pass of the event loop."""
 MAX_UNREAD_BYTES = 128 << 20
 """Maximum size of the responses that clients have not read."""
+_IDLE_SHARE = 0.5
+"""Maximum share of the process's file descriptors that connections take while they wait for their clients."""
 
 
 class Crowd:
@@ -18,25 +21,42 @@ class Crowd:
     _crowds: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "Crowd"]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
+        """Requests that wait to be started, by client; the first client is the next."""
         self._num_left = MAX_STARTS
         """Number of requests that may still start in this pass."""
         self._unread: dict[asyncio.Transport, None] = {}
         """Connections whose clients have to read before more is sent, the one that waits longest first."""
+        self._idle: dict[asyncio.Transport, None] = {}
+        """Connections that wait for their clients, the one that waits longest first."""
+        self.max_idle = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * _IDLE_SHARE)
+        """Maximum number of idle connections, so that there are descriptors for others."""
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> "Crowd":
         return cls._crowds.get(loop) or cls._crowds.setdefault(loop, cls())
 
-    def start(self, begin: Callable[[], None]) -> None:
+    def start(self, begin: Callable[[], None], client: Hashable) -> None:
         """Start a request, in a later pass of the event loop if this one has started ``MAX_STARTS``.
 
         So a pass takes little time, and the tokens of streams and the timers never wait for a crowd of requests.
+        Clients take turns: the request of one does not wait for the crowd of another.
         """
         if self._num_left == MAX_STARTS:
             asyncio.get_running_loop().call_soon(self._begin_pass)
-        self._waiting.append(begin)
+        self._waiting.setdefault(client, deque()).append(begin)
         self._start_some()
+
+    def add_idle(self, wire: asyncio.Transport) -> None:
+        """Note that a connection waits for its client. If many do, disconnect the one that waits longest."""
+        self._idle[wire] = None
+        if len(self._idle) > self.max_idle:
+            oldest = next(iter(self._idle))
+            self.forget_idle(oldest)
+            oldest.abort()
+
+    def forget_idle(self, wire: asyncio.Transport) -> None:
+        self._idle.pop(wire, None)
 
     def add_unread(self, wire: asyncio.Transport) -> None:
         """Note that a client has to read. Disconnect those that wait longest if all have too much to read."""
@@ -58,4 +78,9 @@ class Crowd:
     def _start_some(self) -> None:
         while self._waiting and self._num_left:
             self._num_left -= 1
-            self._waiting.popleft()()
+            client = next(iter(self._waiting))
+            own = self._waiting.pop(client)
+            begin = own.popleft()
+            if own:
+                self._waiting[client] = own
+            begin()

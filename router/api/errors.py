@@ -10,6 +10,7 @@ from starlette.responses import Response
 from router.connection import answer_of
 from router.errors import ApiError, ClientLeftError, LimitError
 from router.metrics import Metrics
+from router.preprocess.body import shortened
 
 EXPECTED_ERRORS = (ApiError, ClientDisconnect)
 """Errors that are not bugs of the router."""
@@ -41,9 +42,10 @@ def install(app: FastAPI, metrics: Metrics) -> None:
 
 
 def _http_error(request: Request, error: HTTPException) -> ApiError:
+    path = shortened(request.url.path)
     messages = {
-        HTTPStatus.NOT_FOUND: f"there is no route {request.url.path}",
-        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not accept {request.method}",
+        HTTPStatus.NOT_FOUND: f"there is no route {path}",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{path} does not accept {request.method}",
     }
     status = HTTPStatus(error.status_code)
     message = messages.get(status, str(error.detail))

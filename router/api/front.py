@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http_connection import REFUSAL_KEY, Refusal
+from cluster.http_connection import ARRIVED_KEY, REFUSAL_KEY, Refusal
 from cluster.spec.config import DeployConfig
 from router.admission import ApiKey
 from router.api.errors import EXPECTED_ERRORS, answer_error
@@ -78,7 +78,7 @@ class Front:
         if scope["method"] == "HEAD":  # uvicorn sends only the head
             scope = {**scope, "method": "GET"}
         headers = dict(reversed(scope["headers"]))
-        arrival = Arrival(request_id="", arrived_s=self._service.relay.now_s(), headers=headers)
+        arrival = Arrival(request_id="", arrived_s=scope[ARRIVED_KEY], headers=headers)
         given = arrival.header(_ID_HEADER) or ""
         arrival.request_id = given if _VALID_ID.fullmatch(given) else secrets.token_hex(16)
         scope[_ARRIVAL_KEY] = arrival
@@ -127,10 +127,13 @@ class Bodies:
         """Return a request's body, most of which usually arrives together with the head. Follow with ``release``.
 
         Raises:
-            ApiError: 413 for a body that is too large, 503 if the tenant's bodies take too much memory, or the refusal
-                of the connection, such as 408 for a slow body.
+            ApiError: 413 for a body that is too large, 415 for a compressed one, 503 if the tenant's bodies take too
+                much memory, or the refusal of the connection, such as 408 for a slow body.
             ClientDisconnect: the client left before the end of the body.
         """
+        if encoding := arrival_of(request).header(b"content-encoding"):
+            message = f"content-encoding: got {shortened(repr(encoding))}; allowed: none"
+            raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_encoding")
         declared = arrival_of(request).header(b"content-length")
         if declared is not None:
             self._check(int(declared))  # the parser has accepted the number
@@ -162,8 +165,10 @@ class Bodies:
         self._held[tenant] += num_bytes
         request.scope[_HELD_KEY] = held = request.scope.get(_HELD_KEY, 0) + num_bytes
         self._check(held)
-        if self._held[tenant] > _MOST_LARGEST * self._max_bytes - self._held.total():
-            message = f"{self._held[tenant]} bytes of bodies are being received or read; try again"
+        own = self._held[tenant]
+        most = (_MOST_LARGEST * self._max_bytes - (self._held.total() - own)) // 2
+        if own > most:
+            message = f"the bodies of this key's requests take {own} bytes; allowed: {most} now; try again"
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large")
 
     def _check(self, num_bytes: int) -> None:

@@ -3,6 +3,7 @@
 import time
 from http import HTTPStatus
 from importlib.resources import files
+from math import inf
 
 import msgspec
 from fastapi import APIRouter
@@ -15,8 +16,9 @@ from cluster.spec.ids import Role
 from cluster.spec.registry import ReplicaEntry
 from cluster.spec.version import VERSION
 from router.api.document import document
-from router.api.front import key_needed, preprocess
+from router.api.front import arrival_of, key_needed, preprocess
 from router.errors import ApiError, NotReadyError
+from router.preprocess.body import shortened
 from router.preprocess.intake import check_model
 from router.preprocess.job import JsonText, Route
 from router.preprocess.preprocessor import DetokenizeRequest, TokenizeRequest
@@ -55,6 +57,7 @@ def state_routes(service: Service) -> APIRouter:
     """Return the state routes. If API keys are configured, the routes that show the cluster require one."""
     router = APIRouter(tags=["status"])
     page = (files("router.page") / "status.html").read_text(encoding="utf-8")
+    rendering = _Rendering(service)
 
     @router.get("/", response_class=HTMLResponse)
     async def overview() -> Response:
@@ -90,9 +93,10 @@ def state_routes(service: Service) -> APIRouter:
         return {"version": VERSION}
 
     @router.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """Return metrics in Prometheus text format."""
-        return Response(generate_latest(service.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        text = rendering.since(arrival_of(request).arrived_s)
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     @router.get("/cluster", dependencies=[key_needed(service)])
     async def cluster() -> Response:
@@ -109,11 +113,29 @@ def state_routes(service: Service) -> APIRouter:
     return router
 
 
+class _Rendering:
+    """Newest text of the metrics, which takes milliseconds to write. It answers all requests that waited for it."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._begun_s = -inf
+        self._text = b""
+
+    def since(self, arrived_s: float) -> bytes:
+        """Return the metrics as of ``arrived_s`` or later."""
+        if arrived_s >= self._begun_s:
+            self._begun_s = self._service.relay.now_s()
+            self._text = generate_latest(self._service.metrics.registry)
+        return self._text
+
+
 def _ended(name: str, trace: RequestTrace | None) -> RequestTrace:
     if trace is None:
-        raise ApiError(HTTPStatus.NOT_FOUND, f"there is no trace {name}; a router process keeps only recent traces")
+        raise ApiError(
+            HTTPStatus.NOT_FOUND, f"there is no trace {shortened(name)}; a router process keeps only recent traces"
+        )
     if trace.router is None:
-        raise ApiError(HTTPStatus.CONFLICT, f"the request of trace {name} has not ended")
+        raise ApiError(HTTPStatus.CONFLICT, f"the request of trace {shortened(name)} has not ended")
     return trace
 
 

@@ -5,6 +5,7 @@ They run in a process of their own, because making large bodies would delay the 
 
 import asyncio
 import json
+import resource
 import socket
 import sys
 import time
@@ -19,7 +20,8 @@ from cluster.bench.endpoint import key_headers
 
 WAIT_S = 90.0
 HEADER_BYTES = 131 << 20
-NUM_IDLE = 300
+NUM_BODIES = 300
+SPARE_DESCRIPTORS, HOLD_S = 100, 5.0
 FLOOD_REQUESTS, FLOOD_PROMPT_LEN = 1000, 300
 LIMITS = httpx.Limits(max_connections=FLOOD_REQUESTS)
 _PATTERNS = {"allOf": [{"type": "string", "pattern": f"(.*a{number}.*)"} for number in range(16)]}
@@ -85,15 +87,29 @@ def send_endless_header(url: str) -> str:
         return _answer(sock)
 
 
-def hold_idle_connections(url: str) -> str:
+def hold_bodies(url: str) -> str:
     """Open connections with a complete head whose body never comes, and return the answer to the last one."""
-    open_ones = [_connect(url) for _ in range(NUM_IDLE)]
+    open_ones = [_connect(url) for _ in range(NUM_BODIES)]
     for sock in open_ones:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
     answers = [_answer(sock) for sock in open_ones]
     for sock in open_ones:
         sock.close()
     return min(answers)
+
+
+def hold_idle_connections(url: str) -> str:
+    """Open as many connections as a process may, send nothing, and return the answer to a request on one more."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_ones = [_connect(url) for _ in range(limit - SPARE_DESCRIPTORS)]
+    try:
+        time.sleep(HOLD_S)
+        with _connect(url) as sock:
+            sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            return _answer(sock)
+    finally:
+        for sock in open_ones:
+            sock.close()
 
 
 def flood(url: str) -> str:
@@ -115,7 +131,8 @@ def flood(url: str) -> str:
 
 CONNECTIONS: dict[str, Callable[[str], str]] = {
     "an endless header": send_endless_header,
-    "300 bodies that never arrive": hold_idle_connections,
+    "300 bodies that never arrive": hold_bodies,
+    "idle connections": hold_idle_connections,
 }
 ATTACKS = [*BODIES, *CONNECTIONS]
 FLOOD = "flood"

@@ -32,6 +32,7 @@ ACCEPTED = {
     "bad words of 700 prompts",
     "log-probabilities of 128 choices",
     "deeply nested arguments",
+    "idle connections",
 }
 """Attacks that are legal requests; all others are refused with a reason."""
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from cluster.bootstrap import service
 from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer
 from cluster.http_connection import BoundedHttpProtocol
 from router import connection
+from router.api import status as status_routes
 from router.preprocess.model import MIN_BODY_BYTES
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.router_cluster import CONTEXT, MODEL, run_cluster
@@ -139,6 +141,19 @@ def test_an_invalid_request_is_refused(served: Service) -> None:
     assert (status, error_of(body)["code"]) == (400, "bad_request")
 
 
+def test_a_compressed_body_is_refused(router: Service) -> None:
+    status, _, body = router.ask(
+        head(router.reading, "content-length: 1", "content-encoding: gzip", "connection: close") + b"{"
+    )
+    assert (status, error_of(body)["message"]) == (415, "content-encoding: got 'gzip'; allowed: none")
+
+
+@pytest.mark.parametrize("path", ["/traces/", "/nowhere/"])
+def test_a_long_path_is_not_repeated(router: Service, path: str) -> None:
+    status, _, body = router.ask(head(f"GET {path}{'x' * 60_000}", "connection: close"))
+    assert (status, len(body) < 300) == (404, True)
+
+
 def test_head_is_answered_where_get_is(served: Service) -> None:
     with served.connect() as sock:
         sock.sendall(b"HEAD /health HTTP/1.0\r\n\r\n")
@@ -201,3 +216,24 @@ def test_a_crowd_of_requests_delays_no_other_work(router: Service) -> None:
         for sock in socks:
             sock.close()
     assert router.is_well()
+
+
+def test_waiting_requests_for_metrics_share_one_text(router: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every text is newer than all the requests that it answers."""
+    made: list[float] = []
+
+    def make(_: CollectorRegistry) -> bytes:
+        made.append(time.monotonic())
+        time.sleep(0.05)
+        return b"%d" % len(made)
+
+    monkeypatch.setattr(status_routes, "generate_latest", make)
+    for number in (1, 2):
+        sent_s = time.monotonic()
+        with router.connect() as sock:
+            sock.sendall(b"GET /metrics HTTP/1.1\r\n\r\n" * 20 + b"GET /metrics HTTP/1.0\r\n\r\n")
+            answers = b"".join(_received(sock))
+        assert answers.count(b"200 OK") == 21
+        assert answers.endswith(b"%d" % len(made))
+        assert len(made) <= 2 * number
+        assert made[-1] > sent_s

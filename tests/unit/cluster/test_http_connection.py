@@ -18,6 +18,7 @@ from cluster.http_connection import (
     BoundedHttpProtocol,
     Refusal,
 )
+from cluster.http_crowd import Crowd
 from cluster.http_transports import JoiningTransport, UnchunkedTransport
 from tests.fakes.wire import Wire
 
@@ -326,12 +327,33 @@ async def test_an_invalid_request_is_refused(data: bytes, caplog: pytest.LogCapt
     assert not caplog.records
 
 
+async def test_http_2_is_refused_by_name() -> None:
+    connection = Connection()
+    connection.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    assert (await connection.refusal()).endswith("HTTP/2.0 is not supported, use HTTP/1.1")
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 async def test_a_body_after_an_upgrade_offer_is_read(size: int) -> None:
     connection = Connection()
     offer = post("/", "connection: upgrade, x", "Upgrade: websocket", "content-length: 5") + b"abcde"
     connection.send(*cut(offer + offer, size))
     assert await connection.answers(2) == ["200 OK|read 5."] * 2
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GE", GET, post("/", "content-length: 5"), GET + post("/", "content-length: 5")]
+)
+async def test_connections_that_wait_for_their_clients_are_few(said: bytes) -> None:
+    Crowd.of(asyncio.get_running_loop()).max_idle = 2
+    connections = []
+    for packet in (post("/wait"), said, said, b""):
+        connections.append(Connection())
+        connections[-1].send(packet)
+        await asyncio.sleep(0)
+    assert [connection.wire.is_closed for connection in connections] == [False, True, False, False]
+    for connection in connections:
+        connection.protocol.connection_lost(None)
 
 
 async def test_an_unchunked_answer_ends_with_the_connection() -> None:

@@ -1,4 +1,4 @@
-"""Limits on all HTTP connections of an event loop: starts of requests, and responses that clients do not read."""
+"""Limits on all HTTP connections of an event loop: starts of requests, unread responses, idle connections."""
 
 import asyncio
 from functools import partial
@@ -10,7 +10,7 @@ from cluster.http_crowd import MAX_STARTS, MAX_UNREAD_BYTES, Crowd
 async def test_only_a_few_requests_start_in_one_pass_of_the_loop() -> None:
     crowd, started = Crowd.of(asyncio.get_running_loop()), list[int]()
     for number in range(2 * MAX_STARTS + 1):
-        crowd.start(partial(started.append, number))
+        crowd.start(partial(started.append, number), "client")
     for most in (MAX_STARTS, 2 * MAX_STARTS, 2 * MAX_STARTS + 1, 2 * MAX_STARTS + 1):
         assert started == list(range(most))
         await asyncio.sleep(0)
@@ -19,7 +19,7 @@ async def test_only_a_few_requests_start_in_one_pass_of_the_loop() -> None:
 async def test_requests_of_later_passes_start_at_once() -> None:
     crowd, started = Crowd.of(asyncio.get_running_loop()), list[int]()
     for number in range(3 * MAX_STARTS):
-        crowd.start(partial(started.append, number))
+        crowd.start(partial(started.append, number), "client")
         assert started[-1] == number
         await asyncio.sleep(0)
 
@@ -30,20 +30,31 @@ async def test_a_request_started_by_another_one_waits_its_turn() -> None:
     def start(name: str, depth: int) -> None:
         started.append(name)
         if depth:
-            crowd.start(partial(start, f"{name}+", depth - 1))
+            crowd.start(partial(start, f"{name}+", depth - 1), "client")
 
     for name in "abcdef":
-        crowd.start(partial(start, name, 1))
+        crowd.start(partial(start, name, 1), "client")
     while len(started) < 12:
         await asyncio.sleep(0)
     assert sorted(started) == sorted([*"abcdef", *(f"{name}+" for name in "abcdef")])
+
+
+async def test_clients_take_turns() -> None:
+    crowd, started = Crowd.of(asyncio.get_running_loop()), list[str]()
+    for name in [*"aaaaaaaa", "b", "b", "c"]:
+        crowd.start(partial(started.append, name), name)
+    assert started == [*"aaaa"]
+    await asyncio.sleep(0)
+    assert started == [*"aaaaabca"]
+    await asyncio.sleep(0)
+    assert started == [*"aaaaabcabaa"]
 
 
 def test_every_event_loop_has_its_own() -> None:
     async def find() -> Crowd:
         crowd = Crowd.of(asyncio.get_running_loop())
         assert Crowd.of(asyncio.get_running_loop()) is crowd
-        crowd.start(lambda: None)
+        crowd.start(lambda: None, "client")
         return crowd
 
     assert asyncio.run(find()) is not asyncio.run(find())
@@ -73,3 +84,16 @@ def test_the_client_that_waits_longest_is_disconnected_if_all_have_too_much_to_r
     assert [wire.is_aborted for wire in wires] == [False, True, False, False]
     crowd.add_unread(cast(Any, huge := Wire(MAX_UNREAD_BYTES + 1)))
     assert huge.is_aborted
+
+
+def test_the_connection_that_is_idle_for_longest_is_aborted_if_there_are_many() -> None:
+    crowd = Crowd()
+    crowd.max_idle = 3
+    wires = [Wire(0) for _ in range(4)]
+    for wire in wires[:3]:
+        crowd.add_idle(cast(Any, wire))
+    crowd.forget_idle(cast(Any, wires[0]))
+    crowd.add_idle(cast(Any, wires[0]))
+    assert not any(wire.is_aborted for wire in wires)
+    crowd.add_idle(cast(Any, wires[3]))
+    assert [wire.is_aborted for wire in wires] == [False, True, False, False]
