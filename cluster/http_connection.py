@@ -101,15 +101,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = cast(asyncio.Transport, transport)
+        self._crowd = Crowd.of(self.loop)
         joining = JoiningTransport(self._wire, self._checked, self._close)
         super().connection_made(cast(asyncio.Transport, joining))
         self._limit(_Stage.END, self.timeout_keep_alive, self._expire)
-        Crowd.of(self.loop).add_idle(self._wire)
+        self._crowd.add_idle(self._wire)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._forget_reader()
-        Crowd.of(self.loop).forget_idle(self._wire)
+        self._crowd.forget_idle(self._wire)
         self._unset_keepalive_if_required()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -119,7 +120,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._watch_reader()
-        Crowd.of(self.loop).add_unread(self._wire)
+        self._crowd.add_unread(self._wire)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -136,7 +137,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._watch_reader()
 
     def _forget_reader(self) -> None:
-        Crowd.of(self.loop).forget_unread(self._wire)
+        self._crowd.forget_unread(self._wire)
         if self._reader is not None:
             self._reader.cancel()
             self._reader = None
@@ -201,7 +202,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.server is not None and self.server[1] == self.own_port:
             start()
         else:
-            Crowd.of(self.loop).start(start, _client_of(cycle.scope))
+            self._crowd.start(start, _client_of(cycle.scope))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -212,9 +213,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._wire.is_closing():
             return
         if self._stage is not _Stage.END or self._running is None or self._running.response_complete:
-            Crowd.of(self.loop).add_idle(self._wire)
+            self._crowd.add_idle(self._wire)
         else:
-            Crowd.of(self.loop).forget_idle(self._wire)
+            self._crowd.forget_idle(self._wire)
 
     def _parse(self, data: bytes) -> None:
         while data:

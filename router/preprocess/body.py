@@ -34,6 +34,10 @@ EXPECTED = {
 """Descriptions, for error messages, of fields that accept several types."""
 _LONG_BYTES = 2048
 """Body size in bytes below which lists of token ids are left to pydantic, which reads short ones just as fast."""
+_PARSER = simdjson.Parser()
+"""Parser of all but the longest lists. A new one takes longer to allocate its memory than to parse 8,192 ids."""
+_PARSER_BYTES = 1 << 20
+"""Size in bytes above which a list gets a parser of its own, whose memory is freed afterwards."""
 _PLACEHOLDER = secrets.token_hex(16)
 """Text that replaces the ids in the body; no client can guess it."""
 _OPENING = re.compile(rb"\s*:\s*\[")
@@ -153,8 +157,9 @@ def put_back(given: Any, handler: ValidatorFunctionWrapHandler, info: Validation
 
 def _ids_in(numbers: bytes) -> TokenIds | None:
     """Return the ids in a JSON array; None if it is empty or contains anything else."""
+    parser = _PARSER if len(numbers) <= _PARSER_BYTES else simdjson.Parser()
     try:
-        wide = np.frombuffer(simdjson.Parser().parse(numbers).as_buffer(of_type="i"), np.uint64)  # type: ignore[union-attr]
+        wide = np.frombuffer(parser.parse(numbers).as_buffer(of_type="i"), np.uint64)  # type: ignore[union-attr]
     except (TypeError, ValueError, RuntimeError):
         return None  # RuntimeError: numbers of more than 64 bits
     # Negative numbers become the largest unsigned ones.

@@ -38,6 +38,7 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=
 Pattern = Annotated[str, Field(min_length=1)]
 
 FORM_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf")
+_CONSTRAINTS = frozenset({*FORM_FIELDS, "structured_outputs", "response_format"})
 
 
 class NamedSchema(Body):
@@ -164,8 +165,7 @@ class GenerationBody(SaltedBody):
     @property
     def is_constrained(self) -> bool:
         """True if any field may constrain the form of the answer."""
-        fields = (*FORM_FIELDS, "structured_outputs", "response_format")
-        return any(getattr(self, field) is not None for field in fields)
+        return any(getattr(self, field) is not None for field in self.model_fields_set & _CONSTRAINTS)
 
     @property
     def include_usage(self) -> bool:
