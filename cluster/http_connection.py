@@ -120,7 +120,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._watch_reader()
-        self._crowd.add_unread(self._wire)
+        self._crowd.add_unread(self._wire, _client_of(self._running.scope if self._running is not None else {}))
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -2,7 +2,7 @@
 
 import asyncio
 import resource
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -25,8 +25,8 @@ class Crowd:
         """Requests that wait to be started, by client; the first client is the next."""
         self._num_left = MAX_STARTS
         """Number of requests that may still start in this pass."""
-        self._unread: dict[asyncio.Transport, None] = {}
-        """Connections whose clients have to read before more is sent, the one that waits longest first."""
+        self._unread: dict[asyncio.Transport, Hashable] = {}
+        """Connections whose clients have to read before more is sent, with their clients, in order of their waits."""
         self._idle: dict[asyncio.Transport, None] = {}
         """Connections that wait for their clients, the one that waits longest first."""
         self.max_idle = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * _IDLE_SHARE)
@@ -58,16 +58,27 @@ class Crowd:
     def forget_idle(self, wire: asyncio.Transport) -> None:
         self._idle.pop(wire, None)
 
-    def add_unread(self, wire: asyncio.Transport) -> None:
-        """Note that a client has to read. Disconnect those that wait longest if all have too much to read."""
-        self._unread[wire] = None
-        while sum(each.get_write_buffer_size() for each in self._unread) > MAX_UNREAD_BYTES:
-            oldest = next(iter(self._unread))
+    def add_unread(self, wire: asyncio.Transport, client: Hashable) -> None:
+        """Note that a client has to read before more is sent on a connection.
+
+        If all clients have too much to read, disconnect the one that has most where it has waited longest.
+        """
+        self._unread[wire] = client
+        while (sizes := self._unread_sizes()).total() > MAX_UNREAD_BYTES:
+            most = max(sizes, key=lambda each: sizes[each])
+            oldest = next(wire for wire, client in self._unread.items() if client == most)
             self.forget_unread(oldest)
             oldest.abort()
 
     def forget_unread(self, wire: asyncio.Transport) -> None:
         self._unread.pop(wire, None)
+
+    def _unread_sizes(self) -> Counter[Hashable]:
+        """Return the number of bytes that each client has to read."""
+        sizes = Counter[Hashable]()
+        for wire, client in self._unread.items():
+            sizes[client] += wire.get_write_buffer_size()
+        return sizes
 
     def _begin_pass(self) -> None:
         self._num_left = MAX_STARTS

@@ -11,7 +11,7 @@ import msgspec
 
 from cluster.spec.clock import Interval
 from cluster.spec.messages import PhaseTimes, Submit
-from cluster.spec.sampling import FinishReason
+from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.spec.tiers import CachedTokens
 from router.errors import RequestFailedError
 from router.metrics import Metrics
@@ -34,6 +34,26 @@ class Phase(msgspec.Struct, frozen=True):
         return self.end_s - self.start_s
 
 
+class Backlog:
+    """Log-probabilities that clients have not read, the only output that takes much memory."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._num_of: dict[Answer, int] = {}
+
+    @property
+    def largest(self) -> "Answer":
+        return max(self._num_of, key=lambda answer: self._num_of[answer])
+
+    def add(self, answer: "Answer", logprobs: Sequence[TokenLogprobs]) -> None:
+        num = sum(1 + len(each.top_ids) for each in logprobs)
+        self._num_of[answer] = self._num_of.get(answer, 0) + num
+        self.total += num
+
+    def forget(self, answer: "Answer") -> None:
+        self.total -= self._num_of.pop(answer, 0)
+
+
 class Answer:
     """Choices of one response, as a context manager that cancels unfinished ones on exit.
 
@@ -46,6 +66,7 @@ class Answer:
         requests: Sequence[GenerateRequest],
         stop_early: Callable[[ChoiceId], None],
         leave: Callable[[Sequence[ChoiceId]], None],
+        backlog: Backlog | None = None,
     ) -> None:
         """Open an answer with one request per choice; choices of one prompt are adjacent in ``requests``."""
         self.requests = requests
@@ -55,6 +76,7 @@ class Answer:
         self.is_traced = requests[0].traced
         self._stop_early = stop_early
         self._leave = leave
+        self._backlog = backlog or Backlog()
         self.submits: dict[ChoiceId, Submit] = {}
         """Message that started each choice's current attempt."""
         self.is_left = False
@@ -140,10 +162,13 @@ class Answer:
         else:
             unread.append(batch)
         self.num_tokens += len(batch.token_ids)
+        if batch.logprobs:
+            self._backlog.add(self, batch.logprobs)
         self._wake()
 
     def fail(self, failure: FailRequest) -> None:
         self._failure = failure
+        self._take_unread()
         self._wake()
 
     def stop_early(self, index: int) -> None:
@@ -166,9 +191,14 @@ class Answer:
             await self._reader
         if self._failure is not None:
             raise RequestFailedError(self._failure.cause, self._failure.reason)
-        unread, self._unread = self._unread, {}
+        unread = self._take_unread()
         self._num_unfinished -= sum(batch.finish is not None for batch in unread.values())
         return list(unread.items())
+
+    def _take_unread(self) -> dict[int, OutputBatch]:
+        self._backlog.forget(self)
+        unread, self._unread = self._unread, {}
+        return unread
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
@@ -181,6 +211,7 @@ class Answer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_left = True
+        self._take_unread()
         self._leave(self.choice_ids)
 
 

@@ -25,7 +25,7 @@ from cluster.spec.messages import (
 )
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason
-from router.answer import Answer, OpenChoice
+from router.answer import Answer, Backlog, OpenChoice
 from router.commands import Commands
 from router.directory import LOOK_S, Directory
 from router.dispatch import RequestTable
@@ -47,6 +47,8 @@ from router.request import (
 from router.request_trace import RequestTraces
 
 _log = logging.getLogger(__name__)
+MAX_UNREAD_LOGPROBS = 1 << 20
+"""Maximum number of log-probabilities of all answers together that clients have not read."""
 _MOST_AT_ONCE = 64
 """Maximum number of requests that are sent without a break, which takes up to ten milliseconds."""
 _FORGET_AFTER_S = 1.0
@@ -80,6 +82,7 @@ class Relay:
         self.traces = RequestTraces(requests.me.address, self._try_send)
         self._choices: dict[ChoiceId, OpenChoice] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._backlog = Backlog()
         self._num_answers = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -110,7 +113,7 @@ class Relay:
         if reason := self._picker.why_full(requests, now_s):
             raise QueueFullError(reason)
         self._metrics.on_open(requests)
-        answer = Answer(requests, self._stop_early, self._leave)
+        answer = Answer(requests, self._stop_early, self._leave, self._backlog)
         answer.opened_s = now_s
         self._num_answers += 1
         self._idle.clear()
@@ -216,9 +219,8 @@ class Relay:
 
     def _leave(self, choice_ids: Iterable[ChoiceId]) -> None:
         """Forget an answer's choices, and cancel the requests that are still open."""
+        self._cancel(choice_ids)
         for choice_id in choice_ids:
-            if self._requests.is_open(choice_id):
-                self._perform(self._requests.on_client_left(choice_id))
             choice = self._choices.pop(choice_id)
             if choice.answer.is_traced:
                 self.traces.end(choice_id, choice.intervals(self._clock.now_s()))
@@ -227,11 +229,27 @@ class Relay:
             self._idle.set()
         self._on_change()
 
+    def _cancel(self, choice_ids: Iterable[ChoiceId]) -> None:
+        for choice_id in choice_ids:
+            if self._requests.is_open(choice_id):
+                self._perform(self._requests.on_client_left(choice_id))
+
+    def _limit_backlog(self) -> None:
+        """Cancel the requests whose clients leave most log-probabilities unread, while these are too many."""
+        while self._backlog.total > MAX_UNREAD_LOGPROBS:
+            answer = self._backlog.largest
+            self._cancel(answer.choice_ids)
+            most = f"{MAX_UNREAD_LOGPROBS} unread log-probabilities of all clients together"
+            reason = f"the client reads too slowly; allowed: {most}"
+            answer.fail(FailRequest(choice_id=answer.choice_ids[0], cause=Cause.UNREAD, reason=reason))
+
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case OutputBatch():
                     self._choices[action.choice_id].take(action, self._clock.now_s())
+                    if action.logprobs:
+                        self._limit_backlog()
                 case StartAttempt():
                     self._start_attempt(action)
                 case SendMessage():

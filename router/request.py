@@ -215,6 +215,8 @@ class Cause(StrEnum):
     """An attempt failed, and no replica of a role is left for another one."""
     TIMED_OUT = "timed_out"
     STOPPED = "stopped"
+    UNREAD = "unread"
+    """The client did not read what had been generated."""
     BROKEN_OUTPUT = "broken_output"
     """Tokens are missing, differ when sent again, or exceed the requested number."""
 

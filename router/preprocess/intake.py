@@ -24,6 +24,8 @@ from router.text import TextRules
 MAX_PROMPTS = 1024
 MAX_RULE_BYTES = 32 << 20
 """Maximum size of the sampling rules in the messages of all choices together."""
+MAX_REPEATED_TOKENS = 1 << 20
+"""Maximum number of prompt tokens in one response, which is encoded in one piece, counted once for each choice."""
 _BIAS_BYTES, _ID_BYTES = 14, 5
 """Maximum number of message bytes of a biased token, and of a token in a list."""
 
@@ -61,10 +63,23 @@ def completion_requests(model: ServedModel, body: CompletionRequest, max_tokens:
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise bad_request("max_tokens: 0 is only allowed together with echo or prompt_logprobs", "max_tokens")
     prompts = _prompt_ids(model, body)
+    _check_repeats(body, sum(map(len, prompts)))
     if body.trace and len(prompts) > 1:
         raise bad_request(f"trace: at most one prompt can be traced, got {len(prompts)}", "trace")
     grammar = grammar_of(model, lambda: wanted_answer(body))
     return make_requests(model, body, prompts, max_tokens, grammar)
+
+
+def _check_repeats(body: CompletionRequest, num_tokens: int) -> None:
+    """Reject a response that repeats too many prompt tokens."""
+    width = 1 + (body.num_prompt_logprobs or 0)
+    if not (body.echo or body.return_token_ids or body.num_prompt_logprobs is not None):
+        return
+    if num_tokens * body.num_choices * width > MAX_REPEATED_TOKENS:
+        param = "echo" if body.echo else "return_token_ids" if body.return_token_ids else "prompt_logprobs"
+        got = f"{num_tokens} prompt tokens with {body.num_choices} choices each"
+        most = f"at most {MAX_REPEATED_TOKENS // width} prompt tokens in all choices of a response together"
+        raise bad_request(f"{param}: got {got}; allowed: {most}", param)
 
 
 def encode(model: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> list[int]:

@@ -43,6 +43,7 @@ BODIES: dict[str, Callable[[], dict[str, Any]]] = {
     "an unknown field of 3 MB": lambda: {"prompt": "a", "foo": [{"a": 1}] * 300_000},
     "1,024 long prompts": lambda: {"prompt": ["a b " * 1000] * 1024, "max_tokens": 1},
     "1,024 choices": lambda: {"prompt": [[20, 21]] * 8, "n": 128, "max_tokens": 1},
+    "prompts in 1,024 choices": lambda: {"prompt": [[33] * 2000] * 8, "n": 128, "max_tokens": 1, "echo": True},
     "7,000,000 stop tokens": lambda: {"prompt": "a", "stop_token_ids": [5] * 7_000_000},
     "a prompt of 500,000 ids": lambda: {"prompt": [33] * 500_000},
     "bad words of 700 prompts": lambda: {"prompt": [[5]] * 700, "bad_words": ["a"] * 256},

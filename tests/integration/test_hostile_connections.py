@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from cluster.bootstrap import service
 from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer
 from cluster.http_connection import BoundedHttpProtocol
-from router import connection
+from router import connection, relay
 from router.api import status as status_routes
 from router.preprocess.model import MIN_BODY_BYTES
 from tests.fakes.model_folder import write_model_folder
@@ -237,3 +237,19 @@ def test_waiting_requests_for_metrics_share_one_text(router: Service, monkeypatc
         assert answers.endswith(b"%d" % len(made))
         assert len(made) <= 2 * number
         assert made[-1] > sent_s
+
+
+def test_unread_log_probabilities_end_the_request(router: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "MAX_UNREAD_LOGPROBS", 5000)
+    fields = {"prompt": "a", "max_tokens": CONTEXT - 2, "ignore_eos": True, "logprobs": 20, "stream": True, "n": 16}
+    body = json.dumps({"model": MODEL, **fields}).encode()
+    with small_window(router) as sock:
+        sock.sendall(head("POST /v1/completions", f"content-length: {len(body)}", "connection: close") + body)
+        deadline_s = time.monotonic() + WAIT_S
+        while json.loads(router.ask(b"GET /load HTTP/1.0\r\n\r\n")[2]) != {"server_load": 0}:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        said = b"".join(_received(sock))
+    assert b'"code":"unread"' in said[-2000:]
+    assert b"[DONE]" not in said[-2000:]
+    assert router.is_well()

@@ -64,6 +64,27 @@ class TestCompletions:
             first, *others = [choice.get("prompt_token_ids") for choice in choices if choice["index"] == index]
             assert (first, others) == (prompt_ids, [None] * (3 + echo))
 
+    @pytest.mark.parametrize(
+        ("param", "fields", "allowed"),
+        [
+            ("echo", {"echo": True, "return_token_ids": True}, 24),
+            ("return_token_ids", {"return_token_ids": True}, 24),
+            ("prompt_logprobs", {"prompt_logprobs": 1}, 12),
+        ],
+    )
+    def test_a_response_does_not_repeat_many_prompt_tokens(
+        self, shared: RouterCluster, monkeypatch: pytest.MonkeyPatch, param: str, fields: dict[str, Any], allowed: int
+    ) -> None:
+        monkeypatch.setattr("router.preprocess.intake.MAX_REPEATED_TOKENS", 24)
+        num_tokens = allowed // 2  # one of each prompt begins the text
+        prompts = ["a" * (num_tokens // 2 - 1)] * 2
+        assert len(shared.complete(prompt=prompts, n=2, max_tokens=1, **fields)["choices"]) == 4
+        reply = shared.post("/v1/completions", prompt=["a", prompts[0] + "a"], n=3, max_tokens=1, **fields)
+        got = f"got {num_tokens // 2 + 3} prompt tokens with 3 choices each"
+        most = f"at most {allowed} prompt tokens in all choices of a response together"
+        assert (reply.status_code, reply.json()["error"]["message"]) == (400, f"{param}: {got}; allowed: {most}")
+        assert shared.post("/v1/completions", prompt="a" * 100, max_tokens=1).status_code == 200
+
     def test_token_ids_of_a_chats_prompt(self, shared: RouterCluster) -> None:
         fields: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
         fields |= {"return_token_ids": True}

@@ -72,17 +72,27 @@ class Wire:
         self.is_aborted = True
 
 
-def test_the_client_that_waits_longest_is_disconnected_if_all_have_too_much_to_read() -> None:
+def test_the_longest_wait_of_a_client_ends_if_all_have_too_much_to_read() -> None:
     crowd = Crowd()
     wires = [Wire(MAX_UNREAD_BYTES // 3) for _ in range(4)]
     for wire in wires[:3]:
-        crowd.add_unread(cast(Any, wire))
+        crowd.add_unread(cast(Any, wire), "client")
     crowd.forget_unread(cast(Any, wires[0]))
-    crowd.add_unread(cast(Any, wires[0]))
+    crowd.add_unread(cast(Any, wires[0]), "client")
     assert not any(wire.is_aborted for wire in wires)
-    crowd.add_unread(cast(Any, wires[3]))
+    crowd.add_unread(cast(Any, wires[3]), "client")
     assert [wire.is_aborted for wire in wires] == [False, True, False, False]
-    crowd.add_unread(cast(Any, huge := Wire(MAX_UNREAD_BYTES + 1)))
+
+
+def test_the_client_with_most_to_read_is_disconnected() -> None:
+    crowd = Crowd()
+    other, *many = wires = [Wire(MAX_UNREAD_BYTES // size) for size in (3, 4, 4, 4)]
+    crowd.add_unread(cast(Any, other), "alice")
+    for wire in many:
+        crowd.add_unread(cast(Any, wire), "mallory")
+    assert [wire.is_aborted for wire in wires] == [False, True, False, False]
+    crowd.add_unread(cast(Any, huge := Wire(MAX_UNREAD_BYTES + 1)), "mallory")
+    assert not other.is_aborted
     assert huge.is_aborted
 
 
