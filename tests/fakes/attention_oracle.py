@@ -3,7 +3,8 @@
 The oracle knows nothing of pages, ranks, runs or merging.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from itertools import chain
 from typing import NamedTuple
 
@@ -31,6 +32,16 @@ Array = NDArray[np.float64]
 NUM_LAYERS, KV_HEADS, GROUPS, HEAD_DIM = 2, 2, 2, 8
 
 
+class Stored(Enum):
+    """Content of the KV that a layer stores."""
+
+    KEYS_AND_VALUES = auto()
+    KEYS = auto()
+    """Keys whose first elements are the values."""
+    LATENTS = auto()
+    """One row for all heads, which the layer expands to keys and values."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """Requests in chunks: ``chunks[step][request]`` tokens are computed in a step, none if zero."""
@@ -44,6 +55,7 @@ class Scenario:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     value_dim: int = HEAD_DIM
+    stored: Stored = Stored.KEYS_AND_VALUES
 
     @property
     def total_lens(self) -> list[int]:
@@ -56,7 +68,18 @@ class Scenario:
         shapes = ((KV_HEADS * GROUPS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, self.value_dim))
         length = self.total_lens[request]
         q, k, v = (np.round(random.normal(size=(length, *shape)) * 16) / 16 for shape in shapes)
-        return q, k, v
+        return q, k, k[..., : self.value_dim] if self.stored is Stored.KEYS else v
+
+    def parts(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Return what a layer stores of K and V, ``[tokens, heads, dim]``."""
+        if self.stored is Stored.LATENTS:
+            return (torch.cat((k.flatten(1), v.flatten(1)), dim=-1)[:, None],)
+        return (k,) if self.stored is Stored.KEYS else (k, v)
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K and V of rows ``[tokens, 1, width]``."""
+        k, v = latents[:, 0].tensor_split((KV_HEADS * HEAD_DIM,), dim=-1)
+        return k.reshape(-1, KV_HEADS, HEAD_DIM), v.reshape(-1, KV_HEADS, self.value_dim)
 
     def expected(self, request: int, layer: int) -> Array:
         """Return the attention output of all tokens in a request, ``[tokens, heads, dim]``."""
@@ -110,8 +133,20 @@ class ScenarioRun:
         )
         self.owners = 1 if scenario.passing is None else scenario.cp
         self.tables, pages_an_owner = page_tables(scenario, self.owners)
-        shape = (pages_an_owner, KV_HEADS, NUM_LAYERS, scenario.page_size, HEAD_DIM, scenario.dtype)
-        self.pool = kv_pool(*shape, device=device.torch_device, value_dim=scenario.value_dim)
+        num_heads, dim, is_latent = KV_HEADS, HEAD_DIM, scenario.stored is Stored.LATENTS
+        if is_latent:
+            num_heads, dim = 1, KV_HEADS * (HEAD_DIM + scenario.value_dim)
+        self.pool = kv_pool(
+            pages_an_owner,
+            num_heads,
+            NUM_LAYERS,
+            scenario.page_size,
+            dim,
+            scenario.dtype,
+            device=device.torch_device,
+            value_dim=scenario.value_dim,
+            is_latent=is_latent or scenario.stored is Stored.KEYS,
+        )
         for view in chain.from_iterable(map(self.pool.layer_view, range(NUM_LAYERS))):
             view.fill_(torch.nan)
         self.inputs = [
@@ -130,8 +165,8 @@ class ScenarioRun:
         outs = []
         for layer in range(NUM_LAYERS):
             q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))
-            context.put(layer, k, v)
-            outs.append(context.attend(layer, q, params_for(q)))
+            context.put(layer, *self.scenario.parts(k, v))
+            outs.append(self._attend(context, layer, q))
         joined = torch.stack([join_rows(self.exchange.group, batch.shards, out) for out in outs])
         last = context.last_layer.gather_sampled(self._last_layer(batch, lens, present, context.last_layer))
         for request in present:
@@ -142,8 +177,14 @@ class ScenarioRun:
         """Compute the last layer again like a model, with the queries of the sampled tokens alone."""
         layer = NUM_LAYERS - 1
         q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))
-        context.put(layer, k, v)
-        return context.attend(layer, take(q, context.query_rows), params_for(q)).flatten(1)
+        context.put(layer, *self.scenario.parts(k, v))
+        return self._attend(context, layer, take(q, context.query_rows)).flatten(1)
+
+    def _attend(self, context: StepContext, layer: int, q: Tensor) -> Tensor:
+        stored, params = self.scenario.stored, params_for(q)
+        if stored is not Stored.KEYS_AND_VALUES:
+            params = replace(params, value_dim=self.scenario.value_dim)
+        return context.attend(layer, q, params, self.scenario.expand if stored is Stored.LATENTS else None)
 
     def _batch(self, lens: tuple[int, ...], present: list[int]) -> StepBatch:
         requests = [

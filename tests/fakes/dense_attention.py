@@ -4,11 +4,13 @@ import torch
 from torch import Tensor
 
 from workers.attention.interface import AttentionParams
-from workers.layers.attention import take
+from workers.layers.attention import AttentionWork, Expand, take
 
 
 class DenseAttention:
     """Keys and values of one sequence, kept between steps so that a prompt can be computed in chunks."""
+
+    work = AttentionWork()
 
     def __init__(self, *, kv_first: bool = False, query_rows: Tensor | None = None) -> None:
         """Create the context. ``query_rows`` are each step's rows whose hidden states are needed, or None."""
@@ -28,7 +30,8 @@ class DenseAttention:
 
     def kv_slots(self, layer: int) -> None: ...
 
-    def put(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def put(self, layer: int, *parts: Tensor) -> None:
+        k, v = parts
         self.calls.append(("put", layer))
         self._num_new = len(k)
         if layer in self.stored:
@@ -36,7 +39,8 @@ class DenseAttention:
             k, v = torch.cat((earlier_k, k)), torch.cat((earlier_v, v))
         self.stored[layer] = (k, v)
 
-    def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
+    def attend(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None = None) -> Tensor:
+        assert expand is None, "only attention to stored keys"
         self.calls.append(("attend", layer))
         k, v = self.stored[layer]
         group = q.shape[1] // k.shape[1]

@@ -30,7 +30,7 @@ def _attention(dtype: torch.dtype, head_dim: int, groups: int, page_size: int) -
         pool = kv_pool(-(-num_keys // page_size), 1, 1, page_size, head_dim, dtype)
         query = torch.zeros(701, groups, head_dim, dtype=dtype)
         step = TritonAttention().prepare(runs, [torch.arange(pool.num_pages)] * 2, page_size)
-        return step.attend(query, *pool.layer_view(0), params_for(query))
+        return step.attend(query, *params_for(query).key_and_value(pool.layer_view(0)), params_for(query))
 
     return launch
 
@@ -134,7 +134,7 @@ def _decode(head_dim: int, kv_heads: int, groups: int, page_size: int = 64) -> C
         pool = kv_pool(4, kv_heads, 1, page_size, head_dim, torch.bfloat16)
         query = _bf16(3, kv_heads * groups, head_dim)
         attention = DecodeAttention(shape_for(query, kv_heads, 4, page_size))
-        return attention.attend(query, *pool.layer_view(0), params_for(query))
+        return attention.attend(query, *params_for(query).key_and_value(pool.layer_view(0)), params_for(query))
 
     return launch
 

@@ -64,10 +64,16 @@ def kv_pool(
     device: torch.device | None = None,
     *,
     value_dim: int | None = None,
+    is_latent: bool = False,
 ) -> PagePool:
-    """Return a rank's pages for such a model. Without ``value_dim``, values are as wide as keys."""
+    """Return a rank's pages for such a model. Without ``value_dim``, values are as wide as keys.
+
+    With ``is_latent``, layers store a single part of width ``head_dim`` instead.
+    """
     layers = range(num_layers)
     widths = {"k": head_dim, "v": head_dim if value_dim is None else value_dim}
+    if is_latent:
+        widths = {"latent": head_dim}
     shard = GroupLayout(
         name="full_attention",
         first_head=0,

@@ -64,11 +64,13 @@ def test_parts_are_joined_once_all_have_arrived(heads: int, kv_heads: int) -> No
     query = torch.randn(len(lens), heads, 128, dtype=torch.bfloat16, device="cuda")
     attention = DecodeAttention(shape_for(query, kv_heads, max(map(len, tables)), 64))
     attention.fill(lens, [table.numpy() for table in tables])
-    first = attention.attend(query, *pool.layer_view(0), params_for(query)).out
+    first = attention.attend(query, *params_for(query).key_and_value(pool.layer_view(0)), params_for(query)).out
     for row, (length, table) in enumerate(zip(lens, tables, strict=True)):
         key, value = (x[table].transpose(1, 2).flatten(0, 1)[:length] for x in pool.layer_view(0))
         wanted = Wanted.of(query[row : row + 1].cpu(), key.cpu(), value.cpu(), np.ones((1, length), dtype=np.bool_))
         check_near(first[row : row + 1], wanted.out, wanted.rounded, num_rows=heads)
     for _ in range(2000):
-        assert torch.equal(attention.attend(query, *pool.layer_view(0), params_for(query)).out, first)
+        assert torch.equal(
+            attention.attend(query, *params_for(query).key_and_value(pool.layer_view(0)), params_for(query)).out, first
+        )
     assert not attention.arrived.any()

@@ -30,10 +30,18 @@ class AttentionParams:
     """Factor applied to products of queries and keys."""
     window: int | None = None
     """Number of most recent keys that a query sees, including the key of its own token. None if it sees all."""
+    value_dim: int | None = None
+    """Width of values that are the first elements of their keys, as in latent attention. None if values are stored
+    apart.
+    """
     sinks: Tensor | None = None
     """``[heads]`` fp32: one scaled score per head, which takes part in the softmax but has no value. Only ``merge``
     applies them, since each must count only once per query.
     """
+
+    def key_and_value(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a layer that stores ``parts [..., dim]``: K and V, or one part for both."""
+        return parts[0], parts[-1][..., : self.value_dim]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,6 +54,11 @@ class AttentionShape:
     """Width of a query, and of a key."""
     value_dim: int
     params: AttentionParams
+
+    @property
+    def pair_flops(self) -> int:
+        """Return the FLOPs of one (query, key) pair, over all heads."""
+        return 2 * self.num_heads * (self.query_dim + self.value_dim)
 
 
 class StepAttention(Protocol):

@@ -1,6 +1,6 @@
 """Merge of partial attention results from ring steps, cached prefixes and split KV."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,6 +38,14 @@ def merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
         return joined
     lse = torch.logaddexp(joined.lse, sinks)
     return Partial((joined.out * (joined.lse - lse).exp_()[..., None]).to(joined.out.dtype), lse)
+
+
+def merge_in_turn(partials: Iterable[Partial]) -> Partial | None:
+    """Join partials one after another in fp32, so that few exist at a time. Return None if there are none."""
+    joined: Partial | None = None
+    for found in partials:
+        joined = Partial(found.out.float(), found.lse) if joined is None else merge([joined, found])
+    return joined
 
 
 def _join(partials: Sequence[Partial]) -> Partial:

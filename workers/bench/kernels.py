@@ -98,7 +98,8 @@ def kernel_cases(shape: BenchShape, sizes: Sizes, device: torch.device) -> Itera
 def _prefill(shape: BenchShape, device: torch.device, *, num_tokens: int, prefix_len: int) -> KernelCase:
     total = prefix_len + num_tokens
     pool, table = _pages(shape, device, total)
-    kv, params = pool.layer_view(0), AttentionParams(shape.head_dim**-0.5)
+    params = AttentionParams(shape.head_dim**-0.5)
+    kv = params.key_and_value(pool.layer_view(0))
     query = _random(device, num_tokens, shape.heads, shape.head_dim)
     step = TritonAttention().prepare([Run(0, prefix_len, num_tokens, 1)], [table], PAGE_SIZE)
     key, value = _random(device, 2, 1, total, shape.kv_heads, shape.head_dim)
@@ -126,7 +127,8 @@ def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> Kernel
     lens = [length for count, length in batch for _ in range(count)]
     num_pages = [pages_for(length, PAGE_SIZE) for length in lens]
     pool, pages = _pages(shape, device, sum(num_pages) * PAGE_SIZE)
-    kv, params = pool.layer_view(0), AttentionParams(shape.head_dim**-0.5)
+    params = AttentionParams(shape.head_dim**-0.5)
+    kv = params.key_and_value(pool.layer_view(0))
     query = _random(device, len(lens), shape.heads, shape.head_dim)
     step = DecodeAttention(
         GraphShape(

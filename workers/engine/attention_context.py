@@ -5,6 +5,9 @@ not know about context parallelism. In gather mode, every rank stores the K and 
 background, the context meanwhile attends to local keys. Otherwise, it makes one call over all keys, which is faster
 than one call per rank.
 
+If a layer expands keys, every context attends to the prefix and to each rank's new rows in turn, because only these can
+be expanded a tile at a time.
+
 In ring mode, each rank stores the new rows that it owns. With pass-KV, each rank's keys circulate, including cached
 keys. With pass-Q, queries go to every rank, which returns partials over its part of the prefix.
 """
@@ -20,14 +23,16 @@ from torch import Tensor
 
 from cluster.spec.kv import pages_for
 from cluster.spec.strategy import Passing
-from workers.attention.interface import AttentionBackend, AttentionParams, RowAttention
-from workers.attention.merge import Partial, merge
+from workers.attention.interface import AttentionBackend, AttentionParams
+from workers.attention.merge import Partial, empty_partial, merge, merge_in_turn
 from workers.attention.runs import RankRuns, Run, sees_any
+from workers.context_parallel.cost_model import attended_pairs
 from workers.context_parallel.exchange import HomewardPartials, PendingGather, Ring, RowGather, gather_rows
 from workers.device import device_of
 from workers.engine.batch import StepBatch
+from workers.engine.step_keys import PrefixKeys, RowKeys, read_prefixes
 from workers.kernels.elementwise import KvSlots
-from workers.layers.attention import AttentionContext
+from workers.layers.attention import AttentionContext, AttentionWork, Expand
 from workers.memory.page_pool import PagePool
 from workers.parallel.collectives import Communicator
 
@@ -63,16 +68,28 @@ class StepContext(AttentionContext, ABC):
         batch = self.batch.narrowed()
         return self if batch is self.batch else type(self)(batch, self.pool, self.backend, self.exchange)
 
-    def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
+    @cached_property
+    def work(self) -> AttentionWork:
+        return work_of(self.batch.runs, self.batch)
+
+    def attend(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None = None) -> Tensor:
         sees_all = params.window is None or not self.batch.is_sharded
         assert sees_all, "a window needs all pages of a request on every rank"
-        partials = list(self.partials(layer, q, params))
+        found = self.partials(layer, q, params, expand)
+        if expand is None:
+            partials = list(found)
+        else:
+            joined = merge_in_turn(found)
+            partials = [] if joined is None else [joined]
         self.pool.note_stored(layer)
         # Without queries, there may be no partials.
-        return merge(partials, params.sinks).out if len(q) else q.new_empty(0, q.shape[1], self.pool.widths(layer)[1])
+        if not len(q):
+            *_, values = params.key_and_value(self.pool.layer_view(layer))
+            return q.new_empty(0, q.shape[1], params.value_dim or values.shape[-1])
+        return merge(partials, params.sinks).out.to(q.dtype)
 
     @abstractmethod
-    def partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterable[Partial]:
+    def partials(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None) -> Iterable[Partial]:
         """Store the new KV and yield causal attention of ``q [queries, heads, dim]`` over all keys, in parts."""
 
     def gather_sampled(self, hidden: Tensor) -> Tensor:
@@ -93,10 +110,31 @@ class StepContext(AttentionContext, ABC):
         gathered = gather_rows(self.exchange.group, mine, most)
         return gathered[device_of(gathered).put_index([cp_rank * most + index for cp_rank, index in indices])]
 
-    def prepare_rows(self, key_runs: Sequence[Run]) -> RowAttention | None:
-        """Prepare attention of this rank's queries over rows of keys. Return None if no query sees any of them."""
+    def row_keys(self, key_runs: Sequence[Run]) -> RowKeys | None:
+        """Return rows of keys for this rank's queries. Return None if no query sees any of them."""
         runs = self.batch.runs
-        return self.backend.prepare_rows(runs, key_runs) if sees_any(runs, key_runs) else None
+        return RowKeys(self.backend, runs, key_runs) if sees_any(runs, key_runs) else None
+
+    def keys_by_rank(self, ranks: Iterable[int]) -> list[tuple[int, RowKeys]]:
+        """Return the new rows of those ranks whose keys a query of this rank sees."""
+        keys = ((rank, self.row_keys(self.batch.shards.runs[rank])) for rank in ranks)
+        return [(rank, rows) for rank, rows in keys if rows is not None]
+
+    def prefix_keys(self) -> list[PrefixKeys]:
+        """Return the cached keys by lifetime. Empty if no request has any."""
+        batch, lens = self.batch, self.batch.shards.prefix_lens
+        pages = batch.pages if any(lens) else ()
+        return [PrefixKeys(self.backend, batch.runs, each, batch.page_size, lens) for each in pages]
+
+
+def work_of(runs: Sequence[Run], batch: StepBatch) -> AttentionWork:
+    """Return the size of attention of queries in ``runs`` to all keys of their requests."""
+    shards, asking = batch.shards, {run.request for run in runs}
+    return AttentionWork(
+        num_queries=sum(run.count for run in runs),
+        num_keys=sum(shards.prefix_lens[request] + shards.extend_lens[request] for request in asking),
+        num_pairs=sum(attended_pairs(run) for run in runs),
+    )
 
 
 class OwnedRows:
@@ -113,26 +151,39 @@ class OwnedRows:
 
 
 class PagedContext(StepContext):
-    """Context that stores all ranks' rows and then attends to all keys in one call."""
+    """Context that stores all ranks' rows and then attends to all keys in one call, unless a layer expands them."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
         self._attention = [backend.prepare(batch.runs, pages.tables, batch.page_size) for pages in batch.pages]
         self._gathered: PendingGather | None = None
 
+    @cached_property
+    def _expanded(self) -> tuple[list[PrefixKeys], list[tuple[int, RowKeys]]]:
+        """Cached keys by lifetime, and new keys by rank."""
+        shards = self.batch.shards
+        return self.prefix_keys(), self.keys_by_rank(range(1 if shards.is_replicated else shards.cp))
+
     def kv_slots(self, layer: int) -> KvSlots | None:
         slots = self.batch.pages[self.pool.lifetime_of(layer)].slots
         return self.pool.kv_slots(layer, slots) if self.batch.shards.is_replicated else None
 
-    def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
-        self._gathered = self.exchange.kv_gather.start(self.batch.shards, k, v)
+    def put(self, layer: int, *parts: Tensor) -> None:  # noqa: ARG002
+        self._gathered = self.exchange.kv_gather.start(self.batch.shards, *parts)
 
-    def partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
-        lifetime = self.pool.lifetime_of(layer)
-        if self._gathered is not None:
-            self.pool.write(layer, self.batch.pages[lifetime].slots, self._gathered.wait())
-            self._gathered = None
-        yield self._attention[lifetime].attend(q, *self.pool.layer_view(layer), params)
+    def partials(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None) -> Iterator[Partial]:
+        lifetime, gathered, self._gathered = self.pool.lifetime_of(layer), self._gathered, None
+        if gathered is not None:
+            self.pool.write(layer, self.batch.pages[lifetime].slots, gathered.wait())
+        if expand is None:
+            yield self._attention[lifetime].attend(q, *params.key_and_value(self.pool.layer_view(layer)), params)
+            return
+        assert gathered is not None, "a layer that expands keys puts them"
+        prefixes, by_rank = self._expanded
+        if prefixes:
+            yield from prefixes[lifetime].attend(q, layer, self.pool, params, expand)
+        for rank, rows in by_rank:
+            yield from rows.attend(q, self.pool.split(layer, gathered.of_rank(rank)), params, expand)
 
 
 class OverlappedContext(StepContext):
@@ -140,28 +191,23 @@ class OverlappedContext(StepContext):
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
-        shards = batch.shards
-        self._prefix = [
-            backend.prepare(batch.runs, pages.tables, batch.page_size, shards.prefix_lens)
-            for pages in (batch.pages if any(shards.prefix_lens) else ())
-        ]
-        self._own = self.prepare_rows(shards.runs[batch.cp_rank])
-        others = ((rank, self.prepare_rows(shards.runs[rank])) for rank in range(shards.cp) if rank != batch.cp_rank)
-        self._others = [(rank, rows) for rank, rows in others if rows is not None]
+        self._prefix = self.prefix_keys()
+        self._own = self.row_keys(batch.shards.runs[batch.cp_rank])
+        self._others = self.keys_by_rank(rank for rank in range(batch.shards.cp) if rank != batch.cp_rank)
 
-    def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
-        self._k, self._v = k, v
-        self._gathered = self.exchange.kv_gather.start(self.batch.shards, k, v)
+    def put(self, layer: int, *parts: Tensor) -> None:  # noqa: ARG002
+        self._parts = parts
+        self._gathered = self.exchange.kv_gather.start(self.batch.shards, *parts)
 
-    def partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
+    def partials(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None) -> Iterator[Partial]:
         lifetime = self.pool.lifetime_of(layer)
         if self._prefix:
-            yield self._prefix[lifetime].attend(q, *self.pool.layer_view(layer), params)
+            yield from self._prefix[lifetime].attend(q, layer, self.pool, params, expand)
         if self._own is not None:
-            yield self._own.attend(q, self._k, self._v, params)
+            yield from self._own.attend(q, self._parts, params, expand)
         self.pool.write(layer, self.batch.pages[lifetime].slots, self._gathered.wait())
         for rank, rows in self._others:
-            yield rows.attend(q, *self.pool.split(layer, self._gathered.of_rank(rank)), params)
+            yield from rows.attend(q, self.pool.split(layer, self._gathered.of_rank(rank)), params, expand)
 
 
 class PassKvContext(StepContext):
@@ -183,34 +229,27 @@ class PassKvContext(StepContext):
             for table, length in zip(batch.pages[0].tables, batch.own_prefix_lens, strict=True)
             if length
         ]
-        self._rows = [self.prepare_rows(self._key_runs(source)) for source in range(shards.cp)]
+        self._rows = [self.row_keys(self._key_runs(source)) for source in range(shards.cp)]
         sources = [rank] if shards.is_replicated else range(shards.cp)
         self._owned = {source: OwnedRows(batch, pool, source) for source in sources}
 
-    def put(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def put(self, layer: int, *parts: Tensor) -> None:
         rank, ring = self.batch.cp_rank, self.exchange.ring
         prefix_len = self._prefix_lens[rank]
-        num_rows = prefix_len + len(k)
-        block = ring.own(num_rows + self.batch.page_size, self._lens, (k.shape[1], sum(self.pool.widths(layer))), k)
+        num_rows = prefix_len + len(parts[0])
+        block = ring.own(num_rows + self.batch.page_size, self._lens, self.pool.row_shape(layer), parts[0])
         self._block = block[:num_rows]
-        self._read_prefix(layer, block)
-        torch.cat((k, v), dim=-1, out=self._block[prefix_len:])
+        read_prefixes(self.pool, layer, self._prefix_pages, block)
+        torch.cat(parts, dim=-1, out=self._block[prefix_len:])
         ring.start()
 
-    def _read_prefix(self, layer: int, block: Tensor) -> None:
-        """Read each prefix in full pages, which is faster. Later rows of the block overwrite the surplus."""
-        begin = 0
-        for pages, length in self._prefix_pages:
-            self.pool.read_pages(layer, pages, block[begin : begin + len(pages) * self.batch.page_size])
-            begin += length
-
-    def partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
+    def partials(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None) -> Iterator[Partial]:
         for source, block in chain([(self.batch.cp_rank, self._block)], self.exchange.ring.others()):
             if source in self._owned:
                 self._owned[source].store(layer, block[self._prefix_lens[source] :])
             rows = self._rows[source]
             if rows is not None:
-                yield rows.attend(q, *self.pool.split(layer, block), params)
+                yield from rows.attend(q, self.pool.split(layer, block), params, expand)
 
     def _key_runs(self, source: int) -> RankRuns:
         """Return the runs of the keys in a rank's block. All prefixes precede the new tokens."""
@@ -232,39 +271,48 @@ class PassQContext(StepContext):
             for request, (prefix_len, extend_len) in enumerate(zip(shards.prefix_lens, shards.extend_lens, strict=True))
         ]
         self._has_prefix = any(shards.prefix_lens)
-        self._prefix = backend.prepare(everything, batch.pages[0].tables, batch.page_size, batch.own_prefix_lens)
+        self._prefix = PrefixKeys(backend, everything, batch.pages[0], batch.page_size, batch.own_prefix_lens)
         device = device_of(batch.token_ids)
         self._inverse = device.put(torch.from_numpy(shards.inverse))
         self._homes = [device.put(torch.from_numpy(shards.local(rank))) for rank in range(shards.cp)]
-        self._own = self.prepare_rows(batch.runs)
+        self._own = self.row_keys(batch.runs)
         self._own_stored = OwnedRows(batch, pool, batch.cp_rank)
         others = [] if shards.is_replicated else [rank for rank in range(shards.cp) if rank != batch.cp_rank]
-        self._others = [(rank, self.prepare_rows(shards.runs[rank]), OwnedRows(batch, pool, rank)) for rank in others]
+        self._others = [(rank, self.row_keys(shards.runs[rank]), OwnedRows(batch, pool, rank)) for rank in others]
 
     @cached_property
     def last_layer(self) -> StepContext:
         return self  # the last layer's queries are few and sharded like its keys
 
-    def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
-        self._k, self._v = k, v
-        self._gathered = self.exchange.kv_gather.start(self.batch.shards, k, v)
+    @cached_property
+    def work(self) -> AttentionWork:
+        """Return an average over the ranks, which must agree on the width of the queries that they pass."""
+        ranks = self.batch.shards.runs[: 1 if self.batch.shards.is_replicated else None]
+        whole = work_of(list(chain.from_iterable(ranks)), self.batch)
+        return AttentionWork(whole.num_queries // len(ranks), whole.num_keys, whole.num_pairs // len(ranks))
 
-    def partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
+    def put(self, layer: int, *parts: Tensor) -> None:  # noqa: ARG002
+        self._parts = parts
+        self._gathered = self.exchange.kv_gather.start(self.batch.shards, *parts)
+
+    def partials(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None) -> Iterator[Partial]:
         queries = self.exchange.query_gather.start(self.batch.shards, q) if self._has_prefix else None
         if self._own is not None:
-            yield self._own.attend(q, self._k, self._v, params)
+            yield from self._own.attend(q, self._parts, params, expand)
         self._gathered.wait()
         homeward = None
         if queries is not None:
             every_query = queries.wait()[self._inverse]
-            found = self._prefix.attend(every_query, *self.pool.layer_view(layer), params)
+            found = merge_in_turn(self._prefix.attend(every_query, layer, self.pool, params, expand))
+            if found is None:
+                found = empty_partial(every_query, params.value_dim)
             homeward = HomewardPartials(self.exchange.group, found, self._homes)
         self._own_stored.store(layer, self._gathered.of_rank(self.batch.cp_rank))
         for rank, rows, owned in self._others:
             kv = self._gathered.of_rank(rank)
             owned.store(layer, kv)
             if rows is not None:
-                yield rows.attend(q, *self.pool.split(layer, kv), params)
+                yield from rows.attend(q, self.pool.split(layer, kv), params, expand)
         if homeward is not None:
             yield from homeward.wait()
 

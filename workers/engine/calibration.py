@@ -18,7 +18,7 @@ from workers.attention.runs import Run
 from workers.context_parallel.cost_model import ModelShape, Rates, computed_pairs, slowest
 from workers.device import Device
 from workers.engine.rank_groups import RankGroups
-from workers.layers.attention import AttentionContext
+from workers.layers.attention import AttentionContext, Expand
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
@@ -47,7 +47,7 @@ def calibrate(
     # Each rank decides alone how often to repeat the other measurements, so they must not contain collectives.
     with torch.inference_mode(), model.device.torch_device, model.groups.alone():
         floor_s, linear_flops_per_s = _measure_linear(model)
-        run_s, attention_flops_per_s = _measure_attention(model, pool, backend, shape)
+        run_s, attention_flops_per_s = _measure_attention(model, pool, backend)
         head_s = _least_s(model.device, lambda: model.logits(_hidden(model, 1))) if model.is_last else 0.0
         row_s, merge_row_s = _measure_store(model, pool), _measure_merge(model)
     return Rates(
@@ -71,10 +71,10 @@ class _NoAttention(AttentionContext):
     def __init__(self, value_dim: int) -> None:
         self._value_dim = value_dim
 
-    def put(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def put(self, layer: int, *parts: Tensor) -> None:
         """Store nothing."""
 
-    def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:  # noqa: ARG002
+    def attend(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None = None) -> Tensor:  # noqa: ARG002
         return q[..., : self._value_dim]
 
 
@@ -107,9 +107,7 @@ def alone_flops(model: DecoderModel) -> float:
     return 2 * (layer.queries + layer.kv + layer.dense / parallel.dp + routed)
 
 
-def _measure_attention(
-    model: DecoderModel, pool: PagePool, backend: AttentionBackend, shape: ModelShape
-) -> tuple[float, float]:
+def _measure_attention(model: DecoderModel, pool: PagePool, backend: AttentionBackend) -> tuple[float, float]:
     """Measure the time of a minimal run, and the FLOP/s of a run with a long prefix."""
     samples, attention = model.device.samples, model.attention
     # The FLOPs below include all keys.
@@ -120,11 +118,12 @@ def _measure_attention(
         step = backend.prepare(runs, [table] * len(runs), pool.page_size)
         num_queries = sum(run.count for run in runs)
         query = torch.zeros(num_queries, attention.num_heads, attention.query_dim, dtype=model.dtype)
-        return _least_s(model.device, lambda: step.attend(query, *pool.layer_view(0), params))
+        kv = params.key_and_value(pool.layer_view(0))
+        return _least_s(model.device, lambda: step.attend(query, *kv, params))
 
     run_s = runs_s([Run(request, 0, 2, 1) for request in range(_SHORT_RUNS)]) / _SHORT_RUNS
     long = Run(0, samples.prefix, samples.queries, 1)
-    flops = computed_pairs(long) * shape.attention_flops
+    flops = computed_pairs(long) * attention.pair_flops
     return run_s, _rate(flops, runs_s([long]) - run_s, _FALLBACK.attention_flops_per_s)
 
 

@@ -19,7 +19,7 @@ from workers.attention.merge import merge
 from workers.engine.batch import StepInput
 from workers.expert_parallel.token_dispatcher import FEW_TOKENS
 from workers.kernels.elementwise import KvSlots
-from workers.layers.attention import AttentionContext
+from workers.layers.attention import AttentionContext, Expand
 from workers.layers.feed_forward import FEW_CHOICES
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
@@ -223,8 +223,10 @@ class _DecodeContext(AttentionContext):
     def kv_slots(self, layer: int) -> KvSlots | None:
         return self._pool.kv_slots(layer, self._slots)
 
-    def put(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._pool.write(layer, self._slots, torch.cat((k, v), dim=-1))
+    def put(self, layer: int, *parts: Tensor) -> None:
+        self._pool.write(layer, self._slots, torch.cat(parts, dim=-1))
 
-    def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
-        return merge([self._attention.attend(q, *self._pool.layer_view(layer), params)], params.sinks).out
+    def attend(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None = None) -> Tensor:
+        assert expand is None, "captured steps attend to keys as stored"
+        kv = params.key_and_value(self._pool.layer_view(layer))
+        return merge([self._attention.attend(q, *kv, params)], params.sinks).out

@@ -4,8 +4,9 @@ Rotary position embedding (Su et al., 2021) and its long-context variants are co
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +95,22 @@ class RotaryEmbedding(nn.Module):
         return torch.where(length > max_len, scaled, self.inv_freq)
 
 
+class AttentionWork(NamedTuple):
+    """Size of a step's attention on one rank, from which a layer can choose how to compute it."""
+
+    num_queries: int = 0
+    num_keys: int = 0
+    """Number of keys of the requests that have queries."""
+    num_pairs: int = 0
+    """Number of (query, key) pairs."""
+
+
+Expand = Callable[..., tuple[Tensor, Tensor]]
+"""Function from the parts of some rows as stored, ``[rows, kv_heads, dim]`` each, to keys ``[rows, heads, D]`` and
+values ``[rows, heads, V]``.
+"""
+
+
 class AttentionContext(Protocol):
     """Keys and values of one step, held by the engine.
 
@@ -115,6 +132,11 @@ class AttentionContext(Protocol):
     """True to project queries after `put`, because keys and values are in transit or few tokens have queries."""
 
     @property
+    def work(self) -> AttentionWork:
+        """Return the size of this step's attention. Zero if keys must be used as stored."""
+        return AttentionWork()
+
+    @property
     def last_layer(self) -> "AttentionContext":
         """Return the context of the last layer, where only tokens whose final hidden states are needed have queries."""
         return self
@@ -125,16 +147,17 @@ class AttentionContext(Protocol):
         """
         return None
 
-    def put(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store or send a layer's new keys (rotated) and values, each [num_tokens, num_kv_heads, head_dim].
+    def put(self, layer: int, *parts: Tensor) -> None:
+        """Store or send the parts of a layer's new KV, each [num_tokens, num_kv_heads, dim], such as rotated K, and V.
 
         They may be stored later, so the caller must not change them.
         """
 
-    def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
+    def attend(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None = None) -> Tensor:
         """Return causal attention [num_queries, num_heads, value_dim] over all visible tokens, in q's dtype.
 
-        q [num_queries, num_heads, head_dim] is rotated but not scaled.
+        q [num_queries, num_heads, head_dim] is rotated but not scaled. With ``expand``, the queries meet the keys and
+        values that it returns, a tile of rows at a time.
         """
 
 

@@ -61,30 +61,26 @@ class PagePool(PageMemory):
         return self._layers[layer].lifetime
 
     def layer_pages(self, layer: int) -> Tensor | None:
-        """Return a joint view ``[page, head, part, slot, dim]`` of a layer's K and V. None if their widths differ."""
+        """Return a layer's K and V as one view ``[page, head, 2, slot, dim]``. None if it has no two equal parts."""
         return self._layers[layer].joint
 
-    def widths(self, layer: int) -> tuple[int, int]:
-        layer_pages = self._layers[layer]
-        return layer_pages.key.shape[-1], layer_pages.value.shape[-1]
-
     def row_shape(self, layer: int) -> tuple[int, int]:
-        """Return the shape of one token's K and V in a layer: number of heads, and total width of K and V."""
-        return self._layers[layer].key.shape[1], sum(self.widths(layer))
+        """Return the shape of one token's KV in a layer: number of heads, and total width of the parts."""
+        layer_pages = self._layers[layer]
+        return layer_pages.parts[0].shape[1], sum(layer_pages.widths)
 
-    def split(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Split ``kv [..., width]`` into views of K and V."""
-        key, value = kv.split_with_sizes(self.widths(layer), -1)
-        return key, value
+    def split(self, layer: int, kv: Tensor) -> tuple[Tensor, ...]:
+        """Split ``kv [..., width]`` into views of the layer's parts, such as K and V."""
+        return tuple(kv.split_with_sizes(self._layers[layer].widths, -1))
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
-        """Store ``kv [N, heads, width]`` of one layer at ``slots [N]`` int64. Only the null slot may repeat."""
+        """Store rows ``kv [N, heads, width]`` of one layer at ``slots [N]`` int64. Only the null slot may repeat."""
         pages = self.layer_pages(layer)
         if pages is not None and (kernels := elementwise_kernels(pages)) is not None:
             kernels.store_kv(pages, slots, kv.view(*kv.shape[:2], 2, pages.shape[-1]).transpose(1, 2))
             return
         page, slot = slots // self.page_size, slots % self.page_size
-        for view, rows in zip(self._layers[layer][:2], self.split(layer, kv), strict=True):
+        for view, rows in zip(self._layers[layer].parts, self.split(layer, kv), strict=True):
             view.transpose(1, 2)[page, slot] = rows
 
     def kv_slots(self, layer: int, slots: Tensor) -> KvSlots | None:
@@ -108,16 +104,15 @@ class PagePool(PageMemory):
             self._on_stored(layer)
 
     def read_pages(self, layer: int, pages: Tensor, out: Tensor) -> None:
-        """Copy the K and V of a layer's pages to ``out [slots, heads, width]``, in order of position."""
+        """Copy the KV of a layer's pages to rows ``out [slots, heads, width]``, in order of position."""
         rows = self.split(layer, out.view(len(pages), self.page_size, *out.shape[1:]))
         for view, target in zip(self.layer_view(layer), rows, strict=True):
             torch.index_select(view.transpose(1, 2), 0, pages, out=target)
 
-    def layer_view(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's K and V as strided views ``[page, head, slot, dim]``, including the null page."""
+    def layer_view(self, layer: int) -> tuple[Tensor, ...]:
+        """Return a layer's parts, such as K and V, as strided views ``[page, head, slot, dim]`` with the null page."""
         self._wait_for(layer)
-        pages = self._layers[layer]
-        return pages.key, pages.value
+        return self._layers[layer].parts
 
     def _wait_for(self, layer: int) -> None:
         if self._load is not None:
@@ -125,13 +120,17 @@ class PagePool(PageMemory):
 
 
 class _LayerPages(NamedTuple):
-    """Views of one layer's K and V, ``[page, head, slot, dim]``, including the null page."""
+    """Views of the KV to which one layer attends, including the null page."""
 
-    key: Tensor
-    value: Tensor
+    parts: tuple[Tensor, ...]
+    """``[page, head, slot, dim]`` each."""
     joint: Tensor | None
-    """``[page, head, part, slot, dim]``; None if the widths differ."""
+    """``[page, head, 2, slot, dim]``; None if there are not two parts of equal width."""
     lifetime: int
+
+    @property
+    def widths(self) -> list[int]:
+        return [part.shape[-1] for part in self.parts]
 
 
 def _group_bytes(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> Tensor:
@@ -162,14 +161,14 @@ def _part_views(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> list[
 
 
 def _attention_layers(memory: Tensor, layout: PoolLayout) -> dict[int, _LayerPages]:
-    """Return views of K and V by layer. A layer that stores several groups attends to the first group."""
+    """Return views of KV by layer. A layer that stores several groups attends to the first group."""
     layers: dict[int, _LayerPages] = {}
     for group in layout.groups:
         whole, parts = _group_view(memory, layout, group), _part_views(memory, layout, group)
-        is_joint = whole.ndim == 6
+        is_joint = whole.ndim == 6 and len(parts) == 2
         for index, layer in enumerate(group.layers):
-            if len(parts) == 2 and layer - layout.first_layer not in layers:
-                key, value = (part[:, :, index] for part in parts)
+            if layer - layout.first_layer not in layers:
+                views = tuple(part[:, :, index] for part in parts)
                 joint = whole[:, :, index] if is_joint else None
-                layers[layer - layout.first_layer] = _LayerPages(key, value, joint, group.lifetime)
+                layers[layer - layout.first_layer] = _LayerPages(views, joint, group.lifetime)
     return layers

@@ -1,5 +1,6 @@
 """A handmade step batch, and writing and attending on several ranks (threads) compared with the oracle."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.spec.strategy import Passing, Strategy
-from tests.fakes.attention_oracle import HEAD_DIM, Scenario, ScenarioRun, check_scenario
+from tests.fakes.attention_oracle import HEAD_DIM, Scenario, ScenarioRun, Stored, check_scenario
 from tests.fakes.attention_params import params_for
 from tests.fakes.devices import use_meta_device
 from tests.fakes.kv import kv_pool
@@ -20,6 +21,7 @@ from workers.attention.torch_backend import TorchAttention
 from workers.context_parallel.exchange import RowGather, join_rows
 from workers.context_parallel.shard_plan import TokenLocation, make_shard_plan
 from workers.device import CPU
+from workers.engine import step_keys
 from workers.engine.attention_context import CpExchange, make_context
 from workers.engine.batch import StepBatch, build_step_batch
 from workers.memory import page_pool
@@ -92,7 +94,14 @@ scenarios = st.integers(1, 4).flatmap(
         page_size=st.sampled_from([1, 4, 8]),
         seed=st.integers(0, 99),
         value_dim=st.sampled_from([HEAD_DIM, 6, 12]),
+        stored=st.just(Stored.KEYS_AND_VALUES),
     )
+)
+one_part_scenarios = st.builds(
+    replace,
+    scenarios,
+    value_dim=st.sampled_from([HEAD_DIM, 6]),
+    stored=st.sampled_from([Stored.KEYS, Stored.LATENTS]),
 )
 
 
@@ -140,6 +149,19 @@ def test_any_chunks_strategy_passing_and_cp_equal_the_oracle(scenario: Scenario,
     results = on_thread_ranks(
         scenario.cp, lambda group: ScenarioRun(scenario, group).run(), in_background=in_background
     )
+    check_scenario(scenario, results)
+
+
+@settings(deadline=None, max_examples=150)
+@given(one_part_scenarios, st.booleans(), st.integers(1, 9))
+def test_values_inside_keys_and_keys_expanded_in_tiles_equal_the_oracle(
+    scenario: Scenario, in_background: bool, most_expanded: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_keys, "MOST_EXPANDED", most_expanded)
+        results = on_thread_ranks(
+            scenario.cp, lambda group: ScenarioRun(scenario, group).run(), in_background=in_background
+        )
     check_scenario(scenario, results)
 
 

@@ -273,10 +273,15 @@ def test_attention_with_fixed_tiles(lens: list[int], groups: int, page_size: int
     query = torch.randn(len(lens), 2 * groups, 64)
     attention, params = DecodeAttention(shape_for(query, 2, max(pages), page_size)), params_for(query, window)
     runs = [Run(request, length - 1, 1, 1) for request, length in enumerate(lens)]
-    expected = TorchAttention().prepare(runs, tables, page_size).attend(query, *pool.layer_view(0), params).out
+    expected = (
+        TorchAttention()
+        .prepare(runs, tables, page_size)
+        .attend(query, *params.key_and_value(pool.layer_view(0)), params)
+        .out
+    )
     attention.fill([1] * len(lens), [table.numpy()[:1] for table in tables])
     attention.fill(lens, [table.numpy() for table in tables])
-    found = attention.attend(query, *pool.layer_view(0), params).out
+    found = attention.attend(query, *params.key_and_value(pool.layer_view(0)), params).out
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
