@@ -45,7 +45,7 @@ def _num_weights(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int
     copies = head_copies((group.num_heads for group in model.geometry.groups), tp)
     for layer in stage_layers(model.config.num_layers, pool.parallel.pp, stage):
         cost = model.config.layer_costs[layer]
-        attention = (cost.queries + cost.kv * copies) / tp
+        attention = (cost.queries + cost.kv * copies) / tp + cost.whole
         numbers += attention + cost.dense / (dp * tp) + cost.experts * moe_dp / (dp * cp * tp)
     return numbers
 

@@ -189,6 +189,13 @@ def key_value_group(
 ) -> KvGroup:
     """Return the KV group of full or sliding-window attention, with K and V of equal width."""
     parts = tuple(KvPart(name=name, dim=head_dim, dtype=dtype) for name in ("k", "v"))
+    return attention_group(layers, num_heads, parts, window)
+
+
+def attention_group(
+    layers: Iterable[int], num_heads: int, parts: tuple[KvPart, ...], window: int | None = None
+) -> KvGroup:
+    """Return the KV group of full or sliding-window attention."""
     name = FULL_ATTENTION if window is None else SLIDING_ATTENTION
     return KvGroup(name=name, num_heads=num_heads, layers=tuple(layers), parts=parts, window=window)
 

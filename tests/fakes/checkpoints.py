@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -27,9 +29,14 @@ MOE: dict[str, type[PretrainedConfig]] = {
     "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
 }
-FAMILIES = DENSE | MOE
+LATENT: dict[str, type[PretrainedConfig]] = {
+    "deepseek_v2": DeepseekV2Config,
+    "deepseek_v3": DeepseekV3Config,
+}
+"""Families with latent attention and experts."""
+FAMILIES = DENSE | MOE | LATENT
 
-SHARPENED = {
+SHARPENED: dict[str, str | tuple[str, ...]] = {
     "llama": "q_proj.weight",
     "mistral": "q_proj.weight",
     "qwen2": "q_proj.weight",
@@ -37,6 +44,8 @@ SHARPENED = {
     "qwen2_moe": "q_proj.weight",
     "qwen3_moe": "q_norm.weight",
     "mixtral": "q_proj.weight",
+    "deepseek_v2": ("q_proj.weight", "q_b_proj.weight"),
+    "deepseek_v3": ("q_proj.weight", "q_b_proj.weight"),
 }
 """Weights that are scaled up, so that answers depend on the whole prompt and do not loop."""
 
@@ -57,6 +66,22 @@ SMALL: dict[str, Any] = {
 }
 
 
+_LATENT_SHAPE: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2_moe": {
@@ -67,6 +92,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "deepseek_v2": {**_LATENT_SHAPE, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**_LATENT_SHAPE, "num_hidden_layers": 3},
 }
 """Fields of a family in addition to SMALL."""
 
@@ -95,5 +122,8 @@ def make_checkpoint(
                 parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
             if name.endswith(SHARPENED[family]):
                 parameter.mul_(4)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.to(dtype).save_pretrained(folder, **saving)
     return folder

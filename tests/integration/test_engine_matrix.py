@@ -131,8 +131,8 @@ def follow_ups(oracle: Oracle) -> dict[str, tuple[list[int], int]]:
     }
 
 
-@pytest.mark.parametrize("case", in_loading_order(all_pairs(CACHED | TURNING)), ids=name_of)
-def test_tokens_do_not_depend_on_what_is_cached(models: Models, engine: LocalEngine, case: Case) -> None:
+def check_caching(case: Case, models: Models, engine: LocalEngine) -> None:
+    """Check that the answers to follow-up prompts equal transformers' and use the expected pages."""
     folder = models.folder(case["family"])
     oracle = models.oracle(folder, NUM_TOKENS)
     prompts = follow_ups(oracle)
@@ -145,3 +145,8 @@ def test_tokens_do_not_depend_on_what_is_cached(models: Models, engine: LocalEng
     for (state, (prompt, num_pages)), answer in zip(prompts.items(), answers, strict=True):
         oracle.check(prompt, answer, state)
         assert answer.cached.total == (num_pages * PAGE_SIZE if Role.PREFILL in case["caching"] else 0), state
+
+
+@pytest.mark.parametrize("case", in_loading_order(all_pairs(CACHED | TURNING)), ids=name_of)
+def test_tokens_do_not_depend_on_what_is_cached(models: Models, engine: LocalEngine, case: Case) -> None:
+    check_caching(case, models, engine)

@@ -20,6 +20,7 @@ class Feature(StrEnum):
 
     WINDOW = "sliding windows"
     VALUE_WIDTH = "values that differ in width from keys"
+    WIDE_KEYS = "keys wider than 256 elements"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

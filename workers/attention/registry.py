@@ -25,7 +25,12 @@ class Entry(NamedTuple):
 
 
 BACKENDS = {
-    "flash_attn": Entry("workers.attention.flash_attn_backend:FlashAttention", ("cuda",), dtypes=(torch.bfloat16,)),
+    "flash_attn": Entry(
+        "workers.attention.flash_attn_backend:FlashAttention",
+        ("cuda",),
+        frozenset({Feature.WIDE_KEYS}),
+        dtypes=(torch.bfloat16,),
+    ),
     "native": Entry(
         "workers.attention.native_backend:NativeAttention",
         ("cpu",),
@@ -33,8 +38,11 @@ BACKENDS = {
         dtypes=(torch.bfloat16, torch.float32),
     ),
     "torch": Entry("workers.attention.torch_backend:TorchAttention", ("cpu", "cuda")),
-    "triton": Entry("workers.attention.triton.backend:TritonAttention", ("cuda",)),
+    "triton": Entry("workers.attention.triton.backend:TritonAttention", ("cuda",), frozenset({Feature.WIDE_KEYS})),
 }
+
+_WIDE = 256
+"""Maximum width of keys for the kernels' shared memory."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +69,11 @@ def needs_of(groups: Iterable[KvGroup]) -> frozenset[Feature]:
     for group in groups:
         if group.window is not None:
             needs.add(Feature.WINDOW)
-        if len({part.dim for part in group.parts}) > 1:
+        # A single part contains both keys and narrower values.
+        if len(group.parts) == 1 or len({part.dim for part in group.parts}) > 1:
             needs.add(Feature.VALUE_WIDTH)
+        if max(part.dim for part in group.parts) > _WIDE:
+            needs.add(Feature.WIDE_KEYS)
     return frozenset(needs)
 
 
@@ -111,6 +122,8 @@ def _words(features: Set[Feature]) -> str:
 
 
 def _fastest(device: Device, dtype: torch.dtype, needs: Set[Feature], shape: AttentionShape | None) -> BackendChoice:
+    if device.has_kernels and (missing := needs & BACKENDS["triton"].lacks):
+        return BackendChoice("torch", load_backend("torch"), f"triton lacks {_words(missing)}")
     if device.has_kernels:
         return BackendChoice("triton", load_backend("triton"), "reads pages of any size in place")
     if dtype not in (BACKENDS["native"].dtypes or ()):

@@ -10,6 +10,7 @@ from operator import add
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from workers.attention.interface import AttentionParams, GraphShape
@@ -26,7 +27,7 @@ MOST_SCORES = 1 << 24
 
 
 def _has_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return device_of(query).has_torch_flash and key.shape[-1] == value.shape[-1]
+    return device_of(query).has_torch_flash and key.shape[-1] >= value.shape[-1]
 
 
 def _flash(
@@ -34,10 +35,20 @@ def _flash(
 ) -> Partial:
     """Compute attention of ``query [batch, heads, T, D]`` over ``[batch, heads, S, D]`` with torch's kernel.
 
-    If causal, query i sees keys 0..i. ``bias``, which broadcasts to ``[batch, heads, T, S]``, is added to scores.
+    If causal, query i sees keys 0..i. ``bias``, which broadcasts to ``[batch, heads, T, S]``, is added to scores. The
+    kernel needs values as wide as keys: narrower ones are padded, or replaced by the keys that contain them.
     """
+    dim, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
+    if missing:
+        value = key if _is_inside(value, key) else functional.pad(value, (0, missing))
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return Partial(*kernel(query, key, value, 0.0, causal, attn_mask=bias, scale=scale))
+    out, lse = kernel(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+    return Partial(out[..., :dim], lse)
+
+
+def _is_inside(value: Tensor, key: Tensor) -> bool:
+    """Return whether values are the first elements of their keys."""
+    return (value.data_ptr(), value.stride()) == (key.data_ptr(), key.stride())
 
 
 class _PageRows:
@@ -62,6 +73,19 @@ class _PageRows:
         num_rows = ((num_pages - 1) * page_stride + (num_heads - 1) * head_stride) // stride + 1
         strided = pages.as_strided((num_rows, page_size, dim), (stride, slot_stride, 1))
         return strided.index_select(0, rows.flatten()).view(*rows.shape[:-1], -1, dim)
+
+    def gather_both(
+        self, key_pages: Tensor, value_pages: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Copy the pages of keys and of values as ``dtype``, only once if values are the first elements of their keys.
+
+        Without ``dtype``, they keep theirs.
+        """
+        dtype = dtype or key_pages.dtype
+        key = self.gather(key_pages).to(dtype)
+        if _is_inside(value_pages, key_pages):
+            return key, key[..., : value_pages.shape[-1]]
+        return key, self.gather(value_pages).to(dtype)
 
 
 class _SingleTokens:
@@ -88,7 +112,8 @@ class _SingleTokens:
             self._bias = torch.zeros(is_unseen.shape).masked_fill_(is_unseen, -torch.inf)[:, None, None]
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, scale: float) -> Partial:
-        key, value = (self._pages.gather(pages)[:, :, self._slots].float() for pages in (key_pages, value_pages))
+        gathered = self._pages.gather_both(key_pages, value_pages, torch.float32)
+        key, value = (x[:, :, self._slots] for x in gathered)
         if self._bias is not None:
             # Slots that a query does not see may hold NaN, which no bias can hide.
             request, slot = self._unseen
@@ -141,7 +166,8 @@ class _PagedStep:
         def keys_of(piece: Piece) -> tuple[Tensor, Tensor]:
             pages, begin = pages_of(piece, self._page_size)
             rows, keys = _PageRows(self._tables[piece.request][pages]), slice(begin, begin + piece.num_keys)
-            return rows.gather(key_pages)[:, keys], rows.gather(value_pages)[:, keys]
+            key, value = rows.gather_both(key_pages, value_pages)
+            return key[:, keys], value[:, keys]
 
         singles, pieces = self._work(params.window, _has_flash(query, key_pages, value_pages))
         if singles and singles[0].queries is None:

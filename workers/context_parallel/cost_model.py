@@ -42,13 +42,10 @@ class ModelShape:
     """Bytes of K and V per token in one layer."""
     q_row_bytes: int
     """Bytes of queries per token in one layer."""
+    partial_row_bytes: int
+    """Bytes of the fp32 partial per token in one layer, without its log-sum-exps."""
     windows: tuple[tuple[int, int], ...] = ()
     """Sliding windows in tokens, ascending, each with its number of layers. All other layers have no window."""
-
-    @property
-    def partial_row_bytes(self) -> int:
-        """Bytes of the fp32 partial per token in one layer: 4 per head dimension, which equals the FLOPs of a pair."""
-        return self.attention_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

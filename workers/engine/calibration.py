@@ -104,7 +104,7 @@ def alone_flops(model: DecoderModel) -> float:
     """Return FLOPs per token in the rank's first layer, including only the rank's shard of the MLP and the experts."""
     parallel, layer = model.groups.parallel, model.config.layer_costs[0]
     routed = layer.routed * parallel.tp / (parallel.ep * moe_tp_size(parallel))
-    return 2 * (layer.queries + layer.kv + layer.dense / parallel.dp + routed)
+    return 2 * (layer.queries + layer.kv + layer.whole + layer.dense / parallel.dp + routed)
 
 
 def _measure_attention(model: DecoderModel, pool: PagePool, backend: AttentionBackend) -> tuple[float, float]:

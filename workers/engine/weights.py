@@ -21,7 +21,7 @@ from torch import nn
 from cluster.spec.errors import UserError
 from cluster.spec.memory import GIB
 from workers.device import CPU, Device
-from workers.layers.shard import WeightShard
+from workers.layers.shard import ShardedLayer, WeightShard
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
@@ -75,7 +75,8 @@ def allocate(model: DecoderModel, dtype: torch.dtype, device: Device) -> None:
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            memory = torch.empty(parameter.shape, dtype=dtype, device=device.torch_device)
+            is_wide = isinstance(module, ShardedLayer) and name in module.wide
+            memory = torch.empty(parameter.shape, dtype=torch.float32 if is_wide else dtype, device=device.torch_device)
             setattr(module, name, nn.Parameter(memory, requires_grad=False))
 
 

@@ -268,10 +268,17 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     """Return the scale of cosines and sines that keeps the softmax as sharp as without stretching."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-
-    def scale(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return scale(rope.mscale) / scale(rope.mscale_all_dim)
-    return scale(1.0)
+        return _yarn_scale(rope, rope.mscale) / _yarn_scale(rope, rope.mscale_all_dim)
+    return _yarn_scale(rope, 1.0)
+
+
+def score_factor(rope: RopeConfig) -> float:
+    """Return the factor that DeepSeek models apply to scores, on top of the scale of cosines and sines."""
+    if rope.rope_type == "default" or not rope.mscale_all_dim:
+        return 1.0
+    return _yarn_scale(rope, rope.mscale_all_dim) ** 2
+
+
+def _yarn_scale(rope: RopeConfig, weight: float) -> float:
+    return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0

@@ -1,9 +1,30 @@
 """Layer shapes as plain data. Does not import torch, so that the planner can use them."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from cluster.spec.kv import KvPart
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+class AttentionCost(NamedTuple):
+    """Sizes of one layer's attention, over all heads: matrix elements, elements per token, and FLOPs."""
+
+    sharded: int
+    """Matrix elements that are sharded over TP ranks."""
+    kv: int
+    """Elements of the matrices whose outputs are stored, sharded over as many TP ranks as there are KV heads."""
+    whole: int
+    """Elements of other matrices, which every TP rank holds."""
+    query_width: int
+    """Elements of a token's queries."""
+    out_width: int
+    """Elements of a token's attention output."""
+    width: int
+    """Elements of all activations of a token, as far as TP ranks share them."""
+    pair_flops: int
+    """FLOPs per (query, key) pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +48,90 @@ class AttentionConfig:
         """Return the number of elements in one token's keys, which is also the number in its values."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def rope_dim(self) -> int:
+        """Return the number of elements in the rotated part of a head."""
+        return self.head_dim
+
+    def kv_parts(self, dtype: str) -> tuple[KvPart, ...]:
+        return tuple(KvPart(name=name, dim=self.head_dim, dtype=dtype) for name in ("k", "v"))
+
+    def cost(self, hidden_size: int) -> AttentionCost:
+        return AttentionCost(
+            sharded=2 * hidden_size * self.q_size,
+            kv=2 * hidden_size * self.kv_size,
+            whole=0,
+            query_width=self.q_size,
+            out_width=self.q_size,
+            width=2 * (self.q_size + self.kv_size),
+            pair_flops=4 * self.q_size,
+        )
+
     def of_rank(self, tp_size: int) -> "AttentionConfig":
         return replace(self, num_heads=self.num_heads // tp_size, num_kv_heads=max(1, self.num_kv_heads // tp_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): all heads share one latent per token."""
+
+    num_heads: int
+    query_rank: int | None
+    """Rank of the query projection. None if it has full rank."""
+    kv_rank: int
+    """Width of the latent, from which each head's keys and values follow."""
+    plain_dim: int
+    """Width of the part of a head's queries and keys that has no positions."""
+    rope_dim: int
+    """Width of the rotated part. All heads share its keys."""
+    value_dim: int
+    is_interleaved: bool = True
+    """True if checkpoint dimensions 2i and 2i + 1 are rotated as a pair. If False, i and i + rope_dim/2 are."""
+    bias: bool = False
+    """True if the projections of hidden states to latents, and the output projection, have a bias."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Return the width of a head's queries and keys."""
+        return self.plain_dim + self.rope_dim
+
+    @property
+    def stored_dim(self) -> int:
+        """Return the number of elements stored per token."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def expanded_size(self) -> int:
+        """Return the number of elements that a latent expands to: keys without positions, and values."""
+        return self.num_heads * (self.plain_dim + self.value_dim)
+
+    def kv_parts(self, dtype: str) -> tuple[KvPart, ...]:
+        return (KvPart(name="latent", dim=self.stored_dim, dtype=dtype),)
+
+    def cost(self, hidden_size: int) -> AttentionCost:
+        """Return the cost with expanded keys, and activations with stored keys, which are wider."""
+        query_width, out_width = self.num_heads * self.head_dim, self.num_heads * self.value_dim
+        return AttentionCost(
+            sharded=(self.query_rank or hidden_size) * query_width
+            + self.kv_rank * self.expanded_size
+            + out_width * hidden_size,
+            kv=hidden_size * self.stored_dim,
+            whole=hidden_size * (self.query_rank or 0),
+            query_width=query_width,
+            out_width=out_width,
+            width=query_width + out_width + self.num_heads * (self.stored_dim + 2 * self.kv_rank),
+            pair_flops=2 * (query_width + out_width),
+        )
+
+    def of_rank(self, tp_size: int) -> "LatentAttentionConfig":
+        return replace(self, num_heads=self.num_heads // tp_size)
+
+
+AnyAttentionConfig = AttentionConfig | LatentAttentionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +148,25 @@ class MlpConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Choice of a token's experts. The default is top-k of a softmax, computed in the model's dtype."""
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    is_fp32: bool = False
+    """True to compute logits in fp32."""
+    has_bias: bool = False
+    """True to add a bias to each expert's score for the choice, but not to the weight of its output."""
+    num_groups: int = 1
+    """Number of groups of adjacent experts."""
+    top_groups: int = 1
+    """Number of groups whose experts a token can use: those with the best experts."""
+    num_best: int = 1
+    """Number of a group's best experts whose scores are added up to rank the group."""
+    scale: float = 1.0
+    """Factor of all weights, applied last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
     """Mixture of experts, of which a router chooses a few for each token."""
 
@@ -55,7 +177,10 @@ class MoeConfig:
     renormalize: bool
     """True to scale the weights of a token's experts to a sum of 1."""
     shared_size: int = 0
-    """Width of the expert that all tokens share, scaled by a sigmoid gate. 0 if there is none."""
+    """Width of the expert that all tokens share. 0 if there is none."""
+    has_shared_gate: bool = True
+    """True to scale the shared expert's output by a sigmoid gate."""
+    router: RouterConfig = RouterConfig()
 
     @property
     def dense_size(self) -> int:

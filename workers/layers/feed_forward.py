@@ -9,7 +9,7 @@ from torch.nn import functional
 from workers.device import device_of
 from workers.expert_parallel.token_dispatcher import NO_EXPERT, RoutedTokens, make_dispatcher, order_by_expert
 from workers.kernels.elementwise import elementwise_kernels
-from workers.layers.config import MoeConfig
+from workers.layers.config import MoeConfig, RouterConfig
 from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear, multiply
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.collectives import Lens, ModelGroups, TokenExchange
@@ -18,6 +18,8 @@ FEW_CHOICES = 32_768
 """Maximum number of (token, expert) choices for which every choice gets a row, so that the host need not wait for
 counts. Rows take 128 MiB with a hidden size of 2,048.
 """
+_LEAST_SUM = 1e-20
+"""Added to the sum of a token's weights, which can be zero if they are sigmoids."""
 
 
 def gated(gate_up: Tensor) -> Tensor:
@@ -45,27 +47,53 @@ class GatedMLP(nn.Module):
 
 
 class ExpertRouter(ShardedLayer):
-    """Router whose weights every rank holds in full. Softmax precedes top-k, as in training."""
+    """Router whose weights every rank holds in full. Scores precede top-k, as in training."""
+
+    wide = frozenset({"e_score_correction_bias"})
 
     def __init__(self, hidden_size: int, moe: MoeConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if moe.router.has_bias:
+            self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
         self._moe = moe
 
     def forward(self, hidden: Tensor, counted: Tensor | None = None) -> RoutedTokens:
         """Route ``hidden [tokens, hidden]``. See AttentionContext for ``counted``."""
-        logits, moe = multiply(hidden, self.weight), self._moe
-        if device_of(logits).has_kernels:
+        moe = self._moe
+        is_fp32 = moe.router.is_fp32
+        logits = multiply(hidden.float(), self.weight.float()) if is_fp32 else multiply(hidden, self.weight)
+        if device_of(logits).has_kernels and moe.router == RouterConfig():
             from workers.kernels.experts import choose_experts
 
             chosen = choose_experts(logits, moe.top_k, counted, sum_to_one=moe.renormalize)
             return RoutedTokens(hidden, *chosen)
-        likelihoods = logits.softmax(dim=-1, dtype=torch.float32)
-        weights, experts = likelihoods.topk(moe.top_k, dim=-1)
-        if moe.renormalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights, experts = self._choose(logits.float())
         experts = experts.to(torch.int32)
         return RoutedTokens(hidden, experts if counted is None else experts.masked_fill(~counted, NO_EXPERT), weights)
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and numbers of each token's experts, ``[tokens, top_k]``, given fp32 logits."""
+        moe, router = self._moe, self._moe.router
+        scores = logits.softmax(dim=-1) if router.scores == "softmax" else logits.sigmoid()
+        ranks = scores if self.e_score_correction_bias is None else scores + self.e_score_correction_bias
+        if router.num_groups > 1:
+            ranks = _in_best_groups(ranks, router)
+        experts = ranks.topk(moe.top_k, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if moe.renormalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+        return weights if router.scale == 1.0 else weights * router.scale, experts
+
+
+def _in_best_groups(ranks: Tensor, router: RouterConfig) -> Tensor:
+    """Replace ``ranks [tokens, experts]`` outside of each token's best groups by -inf."""
+    by_group = ranks.view(len(ranks), router.num_groups, ranks.shape[1] // router.num_groups)
+    of_group = by_group.topk(router.num_best, dim=-1).values.sum(dim=-1)
+    chosen = of_group.topk(router.top_groups, dim=-1).indices
+    is_chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, chosen, value=True)
+    return by_group.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
 
 
 class Experts(ShardedLayer):
@@ -139,14 +167,18 @@ class MoeBlock(nn.Module):
         inner = even_shard(moe.intermediate_size, groups.expert_width)
         self.experts = Experts(hidden_size, inner, range(ep_rank * num_local, (ep_rank + 1) * num_local))
         self.shared_expert: GatedMLP | None = None
+        self.shared_expert_gate: ReplicatedLinear | None = None
         if moe.shared_size:
             self.shared_expert = GatedMLP(hidden_size, moe.shared_size, groups, bias=False)
-            self.shared_expert_gate = ReplicatedLinear(hidden_size, 1)
+            if moe.has_shared_gate:
+                self.shared_expert_gate = ReplicatedLinear(hidden_size, 1)
         self._dispatcher = make_dispatcher(groups, moe.top_k, num_local)
 
     def forward(self, x: Tensor, lens: Lens, counted: Tensor | None = None) -> Tensor:
         routed = self._dispatcher.run(self.router(x, counted), lens, self.experts)
         if self.shared_expert is None:
             return routed
-        shared: Tensor = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x, lens)
+        shared: Tensor = self.shared_expert(x, lens)
+        if self.shared_expert_gate is not None:
+            shared = self.shared_expert_gate(x).sigmoid() * shared
         return routed + shared

@@ -65,6 +65,9 @@ class WeightShard:
 class ShardedLayer(nn.Module):
     """Layer with its own weights. Each rank holds a shard of them, or by default all of them."""
 
+    wide: frozenset[str] = frozenset()
+    """Names of weights that are in fp32 for any model dtype."""
+
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         """Yield every weight with its name within this layer."""
         for name, parameter in self.named_parameters(recurse=False):

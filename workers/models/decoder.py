@@ -5,8 +5,9 @@ from torch import Tensor, nn
 
 from workers.device import Device
 from workers.layers.attention import Attention, AttentionContext, RotaryEmbedding, Rotation, take
-from workers.layers.config import MoeConfig
+from workers.layers.config import LatentAttentionConfig, MoeConfig
 from workers.layers.feed_forward import GatedMLP, MoeBlock
+from workers.layers.latent_attention import LatentAttention
 from workers.layers.linear import Embedding, FusedLinear, RMSNorm, SummedLinear, packed
 from workers.layers.shard import ShardedLayer, WeightShard
 from workers.models.interface import DecoderConfig
@@ -20,8 +21,12 @@ class DecoderLayer(nn.Module):
         hidden_size, eps, feed_forward = config.hidden_size, config.rms_norm_eps, config.feed_forward[layer]
         first_layer = groups.layers(config.num_layers).start
         self.input_layernorm = RMSNorm(hidden_size, eps)
-        window = config.windows[layer]
-        self.self_attn = Attention(hidden_size, config.attention, eps, layer - first_layer, groups.tp, window)
+        attention, stage_layer = config.attention, layer - first_layer
+        self.self_attn: Attention | LatentAttention = (
+            LatentAttention(hidden_size, attention, config.rope, stage_layer, groups.tp)
+            if isinstance(attention, LatentAttentionConfig)
+            else Attention(hidden_size, attention, eps, stage_layer, groups.tp, config.windows[layer])
+        )
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp: GatedMLP | MoeBlock = (
             MoeBlock(hidden_size, feed_forward, groups)
@@ -72,7 +77,7 @@ class DecoderModel(nn.Module):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             tied = self.embed_tokens if is_tied else None
             self.lm_head = tied or Embedding(config.vocab_size, config.hidden_size, groups.tp)
-        self.rotary = RotaryEmbedding(config.rope, config.attention.head_dim, device.torch_device)
+        self.rotary = RotaryEmbedding(config.rope, config.attention.rope_dim, device.torch_device)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, context: AttentionContext, hidden: Tensor | None = None

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from cluster.spec.kv import FULL_ATTENTION, SLIDING_ATTENTION
-from workers.layers.config import AttentionConfig, FeedForwardConfig, MlpConfig, MoeConfig, RopeConfig, RopeType
+from workers.layers.config import (
+    AnyAttentionConfig,
+    AttentionConfig,
+    FeedForwardConfig,
+    MlpConfig,
+    MoeConfig,
+    RopeConfig,
+    RopeType,
+)
 from workers.models.interface import DecoderConfig, Dtype, UnsupportedModelError
 
 MOST_LAYERS = 4096
@@ -143,10 +151,11 @@ def _checked_type(given: Mapping[str, Any]) -> RopeType:
 
 def read_decoder(
     hf: HfConfig,
-    attention: AttentionConfig,
+    attention: AnyAttentionConfig,
     feed_forward: Sequence[FeedForwardConfig],
     windows: Sequence[int | None] | None = None,
     renamed: Mapping[str, str] | None = None,
+    num_draft_layers: int = 0,
 ) -> DecoderConfig:
     """Read the fields that all families have in common."""
     _refuse_unsupported(hf)
@@ -164,6 +173,7 @@ def read_decoder(
         dtype=hf.dtype,
         eos_token_ids=hf.eos_token_ids,
         renamed=renamed or {},
+        num_draft_layers=num_draft_layers,
     )
 
 

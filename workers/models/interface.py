@@ -14,14 +14,14 @@ from typing import Literal, NamedTuple
 from cluster.spec.checks import ModelLimits, layout_problems, ring_problems
 from cluster.spec.config import AnyParallel, PrefillConfig
 from cluster.spec.errors import UserError
-from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, key_value_group
+from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, attention_group
 from workers.context_parallel.cost_model import ModelShape
-from workers.layers.config import AttentionConfig, FeedForwardConfig, MoeConfig, RopeConfig
+from workers.layers.config import AnyAttentionConfig, FeedForwardConfig, MoeConfig, RopeConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 INPUT_TABLE = "embed_tokens.weight"
 OUTPUT_TABLE = "lm_head.weight"
-_FUSED = ("qkv", "gate_up")
+_FUSED = ("qkv", "gate_up", "latents", "query_heads")
 """Modules that checkpoints store as separate projections."""
 _USUAL_NAMES = {
     "q": "q_proj",
@@ -32,6 +32,12 @@ _USUAL_NAMES = {
     "up": "up_proj",
     "down": "down_proj",
     "router": "gate",
+    "q_a": "q_a_proj",
+    "q_b": "q_b_proj",
+    "kv_a": "kv_a_proj_with_mqa",
+    "kv_b": "kv_b_proj",
+    "q_a_norm": "q_a_layernorm",
+    "kv_a_norm": "kv_a_layernorm",
 }
 """Names that most checkpoints give to modules, by their names in `workers.layers`, where the two differ."""
 
@@ -47,9 +53,11 @@ class LayerCost(NamedTuple):
     """
 
     queries: int
-    """Query and output projections, sharded over TP ranks."""
+    """Projections of all heads' queries and outputs, sharded over TP ranks."""
     kv: int
-    """Key and value projections, sharded over as many TP ranks as there are KV heads."""
+    """Projections to what is stored, sharded over as many TP ranks as there are KV heads."""
+    whole: int
+    """Low-rank query projection, which every TP rank holds."""
     dense: int
     """MLP or shared expert, sharded over DP and TP ranks."""
     experts: int
@@ -63,7 +71,7 @@ class LayerCost(NamedTuple):
 
     @property
     def used(self) -> int:
-        return self.queries + self.kv + self.dense + self.routed
+        return self.queries + self.kv + self.whole + self.dense + self.routed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +80,7 @@ class DecoderConfig:
 
     vocab_size: int
     hidden_size: int
-    attention: AttentionConfig
+    attention: AnyAttentionConfig
     feed_forward: tuple[FeedForwardConfig, ...]
     """Feed-forward part by layer."""
     windows: tuple[int | None, ...]
@@ -86,6 +94,8 @@ class DecoderConfig:
     """Tokens that end an answer. Empty if the checkpoint names none."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint names of modules that differ from the usual names, by module name."""
+    num_draft_layers: int = 0
+    """Number of layers for speculative decoding that a checkpoint may contain after the others. They are ignored."""
 
     def __post_init__(self) -> None:
         attention = self.attention
@@ -94,8 +104,8 @@ class DecoderConfig:
                 f"num_attention_heads ({attention.num_heads}) is not a multiple of "
                 f"num_key_value_heads ({attention.num_kv_heads})"
             )
-        if attention.head_dim % 2:
-            raise UnsupportedModelError(f"head_dim must be even for rotary positions, but is {attention.head_dim}")
+        if attention.rope_dim % 2:
+            raise UnsupportedModelError(f"head_dim must be even for rotary positions, but is {attention.rope_dim}")
 
     @property
     def num_layers(self) -> int:
@@ -143,15 +153,18 @@ class DecoderConfig:
         return {OUTPUT_TABLE: self.checkpoint_name(INPUT_TABLE)} if self.tie_word_embeddings else {}
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether a tensor holds rotary frequencies. Old checkpoints store them; the engine computes them."""
-        return name.endswith(".rotary_emb.inv_freq")
+        """Return whether a tensor belongs to a draft layer, or holds rotary frequencies, which the engine computes."""
+        drafts = range(self.num_layers, self.num_layers + self.num_draft_layers)
+        return name.endswith(".rotary_emb.inv_freq") or name.startswith(
+            tuple(f"model.layers.{layer}." for layer in drafts)
+        )
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
         layers: dict[int | None, list[int]] = {}
         for layer, window in enumerate(self.windows):
             layers.setdefault(window, []).append(layer)
         return tuple(
-            key_value_group(of_window, self.attention.num_kv_heads, self.attention.head_dim, dtype, window)
+            attention_group(of_window, self.attention.num_kv_heads, self.attention.kv_parts(dtype), window)
             for window, of_window in layers.items()
         )
 
@@ -166,16 +179,18 @@ class DecoderConfig:
     def _layer_cost(self, feed_forward: FeedForwardConfig) -> LayerCost:
         hidden = self.hidden_size
         moe = feed_forward if isinstance(feed_forward, MoeConfig) else None
+        attention = self.attention.cost(hidden)
         expert = 3 * hidden * moe.intermediate_size if moe else 0
         per_token = moe.top_k if moe else 0
         return LayerCost(
-            queries=2 * hidden * self.attention.q_size,
-            kv=2 * hidden * self.attention.kv_size,
+            queries=attention.sharded,
+            kv=attention.kv,
+            whole=attention.whole,
             dense=3 * hidden * feed_forward.dense_size,
             experts=expert * moe.num_experts if moe else 0,
             routed=expert * per_token,
             experts_per_token=per_token,
-            attention_width=2 * (self.attention.q_size + self.attention.kv_size),
+            attention_width=attention.width,
             dense_width=3 * feed_forward.dense_size,
             routed_width=expert * per_token // hidden,
         )
@@ -188,13 +203,14 @@ class DecoderConfig:
     def cost(self, dtype: str) -> ModelShape:
         """Return one token's work in an average layer computed in ``dtype``."""
         used = sum(layer.used for layer in self.layer_costs)
-        groups = self.kv_groups(dtype)
+        groups, attention = self.kv_groups(dtype), self.attention.cost(self.hidden_size)
         return ModelShape(
             num_layers=self.num_layers,
             linear_flops=2 * used // self.num_layers,
             kv_flops=2 * self.layer_costs[0].kv,
-            attention_flops=4 * self.attention.q_size,
+            attention_flops=attention.pair_flops,
             kv_row_bytes=sum(group.bytes_per_token for group in groups) // self.num_layers,
-            q_row_bytes=self.attention.q_size * DTYPE_BYTES[dtype],
+            q_row_bytes=attention.query_width * DTYPE_BYTES[dtype],
+            partial_row_bytes=4 * attention.out_width,
             windows=tuple(sorted((group.window, len(group.layers)) for group in groups if group.window)),
         )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workers.models import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from workers.models import deepseek, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from workers.models.hf_config import HfConfig
 from workers.models.interface import DecoderConfig, UnsupportedModelError
 
@@ -26,6 +26,8 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2MoeForCausalLM": Family(qwen2_moe.read, qwen2_moe.DEFAULTS),
     "Qwen3MoeForCausalLM": Family(qwen3_moe.read, qwen3_moe.DEFAULTS),
     "MixtralForCausalLM": Family(mixtral.read, mixtral.DEFAULTS),
+    "DeepseekV2ForCausalLM": Family(deepseek.read_v2, deepseek.V2_DEFAULTS),
+    "DeepseekV3ForCausalLM": Family(deepseek.read_v3, deepseek.V3_DEFAULTS),
 }
 """Families by architecture name."""
 

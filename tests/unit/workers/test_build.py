@@ -31,7 +31,15 @@ from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.parallel.groups import exchange
 
 CP = 2
-SHAPE = ModelShape(num_layers=2, linear_flops=10**9, kv_flops=0, attention_flops=0, kv_row_bytes=16, q_row_bytes=16)
+SHAPE = ModelShape(
+    num_layers=2,
+    linear_flops=10**9,
+    kv_flops=0,
+    attention_flops=0,
+    kv_row_bytes=16,
+    q_row_bytes=16,
+    partial_row_bytes=0,
+)
 """Shape with ten milliseconds per token in the first layer, compared with which no communication counts."""
 LONGEST = 100
 DECODE = make_record("decode-0", 0, sizes())

@@ -26,7 +26,13 @@ from workers.context_parallel.cost_model import (
 from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan, make_step_shape
 
 SHAPE = ModelShape(
-    num_layers=8, linear_flops=6_300_000, kv_flops=524_288, attention_flops=2048, kv_row_bytes=1024, q_row_bytes=1024
+    num_layers=8,
+    linear_flops=6_300_000,
+    kv_flops=524_288,
+    attention_flops=2048,
+    kv_row_bytes=1024,
+    q_row_bytes=1024,
+    partial_row_bytes=2048,
 )
 RATES = Rates()
 PASSINGS = st.none() | st.sampled_from(Passing)

@@ -9,6 +9,8 @@ from workers.models.interface import UnsupportedModelError
 from workers.models.registry import parse_model_config
 
 ARCHITECTURES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",

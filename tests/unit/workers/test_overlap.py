@@ -19,6 +19,7 @@ from workers.device import CPU
 from workers.engine.attention_context import CpExchange, StepContext, make_context
 from workers.engine.batch import build_step_batch
 from workers.layers.attention import Attention, RotaryEmbedding
+from workers.layers.config import AttentionConfig
 from workers.models.registry import parse_model_config
 from workers.parallel.collectives import Communicator
 
@@ -160,6 +161,7 @@ def test_queries_are_projected_while_keys_and_values_travel_by_themselves(
         "max_position_embeddings": 64,
     }
     config = parse_model_config(raw)
+    assert isinstance(config.attention, AttentionConfig)
     attention = Attention(config.hidden_size, config.attention, config.rms_norm_eps, 0, Communicator("tp"))
     rotation = RotaryEmbedding(config.rope, DIM, torch.device("cpu"))(torch.arange(num_tokens), torch.float32)
     project = attention.qkv.project

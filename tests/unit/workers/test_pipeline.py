@@ -32,6 +32,7 @@ SHAPE = ModelShape(
     linear_flops=2 * 10**8,
     kv_flops=10**7,
     attention_flops=16384,
+    partial_row_bytes=16384,
     kv_row_bytes=4096,
     q_row_bytes=8192,
 )

@@ -19,6 +19,7 @@ SHAPE = ModelShape(
     linear_flops=6_300_000,
     kv_flops=524_288,
     attention_flops=2048,
+    partial_row_bytes=2048,
     kv_row_bytes=1024,
     q_row_bytes=2048,
 )

@@ -98,7 +98,13 @@ def test_a_chooser_returns_the_shape_of_its_strategy_and_passing(
     requests: list[Request], mode: CpMode, cp: int
 ) -> None:
     size = ModelShape(
-        num_layers=2, linear_flops=10**6, kv_flops=10**5, attention_flops=10**4, kv_row_bytes=64, q_row_bytes=64
+        num_layers=2,
+        linear_flops=10**6,
+        kv_flops=10**5,
+        attention_flops=10**4,
+        kv_row_bytes=64,
+        q_row_bytes=64,
+        partial_row_bytes=10**4,
     )
     scheduled = scheduled_of(requests)
     rates = Rates(exchange_s=0.0, step_s=0.0)

@@ -1,0 +1,143 @@
+"""DeepSeek-V2, DeepSeek-V3 and Kimi-K2: latent attention, a few dense layers, then experts chosen in groups."""
+
+from typing import Any
+
+from workers.layers.config import FeedForwardConfig, LatentAttentionConfig, MlpConfig, MoeConfig, RouterConfig
+from workers.models.hf_config import HfConfig, read_decoder
+from workers.models.interface import DecoderConfig, UnsupportedModelError
+
+_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+V2_DEFAULTS: dict[str, Any] = {
+    **_DEFAULTS,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1407,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+    "eos_token_id": 2,
+}
+V3_DEFAULTS: dict[str, Any] = {
+    **_DEFAULTS,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+    "num_nextn_predict_layers": 1,
+    "eos_token_id": 1,
+}
+
+
+def read_v2(hf: HfConfig) -> DecoderConfig:
+    method = _one_of(hf, "topk_method", "greedy", "group_limited_greedy")
+    _one_of(hf, "scoring_func", "softmax", None)
+    _one_of(hf, "norm_topk_prob", False, None)
+    _one_of(hf, "mlp_bias", False, None)
+    num_groups, top_groups = (1, 1) if method == "greedy" else (hf.positive("n_group"), hf.positive("topk_group"))
+    router = RouterConfig(is_fp32=True, num_groups=num_groups, top_groups=top_groups, scale=_scale(hf))
+    return _read(hf, router, renormalize=False, is_interleaved=True)
+
+
+def read_v3(hf: HfConfig) -> DecoderConfig:
+    _one_of(hf, "topk_method", "noaux_tc", None)
+    _one_of(hf, "scoring_func", "sigmoid", None)
+    router = RouterConfig(
+        scores="sigmoid",
+        is_fp32=True,
+        has_bias=True,
+        num_groups=hf.positive("n_group"),
+        top_groups=hf.positive("topk_group"),
+        num_best=2,
+        scale=_scale(hf),
+    )
+    return _read(hf, router, renormalize=hf.flag("norm_topk_prob"), is_interleaved=hf.flag("rope_interleave"))
+
+
+def _read(hf: HfConfig, router: RouterConfig, *, renormalize: bool, is_interleaved: bool) -> DecoderConfig:
+    moe = _read_experts(hf, router, renormalize=renormalize)
+    mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"))
+    num_dense, every = _count(hf, "first_k_dense_replace"), hf.positive("moe_layer_freq", 1)
+    layers: list[FeedForwardConfig] = [
+        mlp if layer < num_dense or layer % every else moe for layer in range(hf.num_layers)
+    ]
+    return read_decoder(
+        hf,
+        _read_attention(hf, is_interleaved=is_interleaved),
+        layers,
+        renamed={"shared_expert": "shared_experts"},
+        num_draft_layers=_count(hf, "num_nextn_predict_layers"),
+    )
+
+
+def _read_attention(hf: HfConfig, *, is_interleaved: bool) -> LatentAttentionConfig:
+    query_rank = None if hf.get("q_lora_rank") is None else hf.positive("q_lora_rank")
+    bias = hf.flag("attention_bias")
+    if bias and query_rank is None:
+        raise UnsupportedModelError("attention_bias is true with a null q_lora_rank; allowed: false, or a rank")
+    return LatentAttentionConfig(
+        num_heads=hf.positive("num_attention_heads"),
+        query_rank=query_rank,
+        kv_rank=hf.positive("kv_lora_rank"),
+        plain_dim=hf.positive("qk_nope_head_dim"),
+        rope_dim=hf.positive("qk_rope_head_dim"),
+        value_dim=hf.positive("v_head_dim"),
+        is_interleaved=is_interleaved,
+        bias=bias,
+    )
+
+
+def _read_experts(hf: HfConfig, router: RouterConfig, *, renormalize: bool) -> MoeConfig:
+    num_experts, top_k = hf.positive("n_routed_experts"), hf.positive("num_experts_per_tok")
+    group_size, rest = divmod(num_experts, router.num_groups)
+    if rest or group_size < router.num_best:
+        raise UnsupportedModelError(
+            f"n_group is {router.num_groups}; allowed: a divisor of n_routed_experts = {num_experts} "
+            f"with at least {router.num_best} experts per group"
+        )
+    if router.top_groups > router.num_groups:
+        raise UnsupportedModelError(f"topk_group is {router.top_groups}; allowed: at most {router.num_groups}")
+    if top_k > (most := router.top_groups * group_size):
+        raise UnsupportedModelError(f"num_experts_per_tok is {top_k}; allowed: at most {most}")
+    width = hf.positive("moe_intermediate_size")
+    return MoeConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=width,
+        renormalize=renormalize,
+        shared_size=width * _count(hf, "n_shared_experts"),
+        has_shared_gate=False,
+        router=router,
+    )
+
+
+def _one_of(hf: HfConfig, key: str, *allowed: object) -> object:
+    """Return a field's value. A missing field is None."""
+    if (value := hf.get(key)) not in allowed:
+        words = " or ".join(repr(each) for each in allowed if each is not None)
+        raise UnsupportedModelError(f"{key} is {value!r}; allowed: {words}")
+    return value
+
+
+def _count(hf: HfConfig, key: str) -> int:
+    """Return a number of at least zero. Null counts as zero."""
+    value = hf.get(key) or 0
+    if not isinstance(value, int) or value < 0:
+        raise UnsupportedModelError(f"config.json must give {key} as a number of at least 0, but gives {value!r}")
+    return value
+
+
+def _scale(hf: HfConfig) -> float:
+    return float(hf.get("routed_scaling_factor"))
