@@ -68,13 +68,16 @@ def expected_memory(config: DeployConfig, pool: Pool, model: ModelFacts) -> GpuM
 
 
 def _activation_bytes(pool: Pool, model: ModelFacts) -> float:
-    """Return the bytes of the widest layer's activations in the largest step, plus those of sampling all requests."""
+    """Return the bytes of the widest layer's activations and expanded keys in the largest step, plus those of sampling
+    all requests.
+    """
     num_tokens, config, hidden = _most_tokens(pool), model.config, model.config.hidden_size
     width = max(cost.attention_width + cost.dense_width + cost.routed_width for cost in config.layer_costs)
     widths = width / pool.parallel.tp + _answers_width(config) / pool.parallel.ep
     # A rank that gathers other shards' tokens computes less of the width, but holds all tokens and their sums.
     gathered = 2 * hidden * (_num_shards(pool.parallel, config) - 1)
-    layer = num_tokens * (4 * hidden + widths + gathered) * DTYPE_BYTES[model.dtype]
+    expanded = max(cost.expanded_size for cost in config.layer_costs) / pool.parallel.tp
+    layer = (num_tokens * (4 * hidden + widths + gathered) + expanded) * DTYPE_BYTES[model.dtype]
     return layer + _DRAW_BYTES * pool.max_requests * config.vocab_size
 
 
@@ -92,7 +95,8 @@ def _exchange_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> floa
     if not isinstance(pool, PrefillConfig) or pool.ownership is KvOwnership.REPLICATED:
         return 0.0
     geometry, tp = model.geometry, pool.parallel.tp
-    row_bytes = geometry.bytes_per_token / geometry.num_layers / tp
+    copies = head_copies((group.num_heads for group in geometry.groups), tp)
+    row_bytes = geometry.bytes_per_token / geometry.num_layers * copies / tp
     passed_kv = 2 * config.model.longest_context(model.config.max_position_embeddings) / pool.parallel.cp * row_bytes
     passed_q = pool.chunk_tokens * model.config.cost(model.dtype).partial_row_bytes / tp * _PASSED_QUERIES
     costs = {Passing.PASS_KV: passed_kv, Passing.PASS_Q: passed_q}

@@ -18,6 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_hidden_layers": 3, "mlp_only_layers": [2]},
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     "mixtral": {"num_hidden_layers": 3, "num_local_experts": 8},
+    "deepseek_v3": {"num_hidden_layers": 3},
     "llama": {"num_hidden_layers": 3, "mlp_bias": True},
 }
 """Models by family, with three layers so that stages are unequal. Only the last one has no experts."""
@@ -27,8 +28,9 @@ DENSE_MODELS: dict[str, dict[str, Any]] = {
     "llama": {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True, **ODD},
     "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
     "qwen3": {"num_key_value_heads": 1},
+    "deepseek_v2": {"q_lora_rank": None, "first_k_dense_replace": 2},
 }
-"""Models with biases and norms of every kind, and with 1 to 4 KV heads."""
+"""Models with biases and norms of every kind, with 1 to 4 KV heads, and with one latent for all heads."""
 TENSOR_PARALLEL: dict[str, list[Any]] = {
     "family": list(DENSE_MODELS),
     "prefill": [ParallelConfig(cp=cp, tp=tp) for cp, tp in product((1, 2), (1, 2, 4)) if cp * tp < 8],

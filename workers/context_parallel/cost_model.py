@@ -44,6 +44,10 @@ class ModelShape:
     """Bytes of queries per token in one layer."""
     partial_row_bytes: int
     """Bytes of the fp32 partial per token in one layer, without its log-sum-exps."""
+    expand_flops: int = 0
+    """FLOPs per key in one layer that a rank spends to expand a stored key. 0 if keys are used as stored."""
+    stored_pair_flops: int = 0
+    """FLOPs per (query, key) pair if a layer that can expand keys uses them as stored."""
     windows: tuple[tuple[int, int], ...] = ()
     """Sliding windows in tokens, ascending, each with its number of layers. All other layers have no window."""
 
@@ -115,6 +119,8 @@ def skipped_pairs(run: Run, window: int) -> int:
 
 class _Work(NamedTuple):
     tokens: int
+    keys: float
+    """Number of keys that the tokens see."""
     pairs: float
     calls: int
     """Number of attention calls, which run one after another."""
@@ -129,11 +135,25 @@ def _rank_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
     return (
         work.tokens * shape.linear_flops / rates.linear_flops_per_s
         + work.pairs * shape.attention_flops / rates.attention_flops_per_s
+        + _expand_s(work, shape, rates)
         + work.calls * rates.run_s
         + work.rows * rates.row_s
         + merged * rates.merge_row_s
         + ALL_REDUCES * (rates.all_reduce_s + work.tokens * rates.all_reduce_row_s)
     )
+
+
+def _expand_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
+    """Return the time to expand keys, or to use them as stored if that takes less time.
+
+    With keys as stored, each token's own projections take as long as the expansion of a key. They are part of the
+    linear work.
+    """
+    if not shape.expand_flops:
+        return 0.0
+    expand_s = (work.keys - work.tokens) * shape.expand_flops / rates.linear_flops_per_s
+    stored_s = work.pairs * (shape.stored_pair_flops - shape.attention_flops) / rates.attention_flops_per_s
+    return max(0.0, min(expand_s, stored_s))
 
 
 def _kv_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
@@ -147,21 +167,23 @@ def _work(plan: ShardPlan, runs: RankRuns, shape: ModelShape, rates: Rates, pass
     skipped = sum(num_layers * skipped_pairs(run, window) for window, num_layers in shape.windows for run in runs)
     pairs = all_pairs - skipped / shape.num_layers
     prefix, has_prefix, num_runs = sum(plan.prefix_lens), any(plan.prefix_lens), len(runs)
+    keys = sum(plan.prefix_lens[request] + plan.extend_lens[request] for request in {run.request for run in runs})
     if passing is None:
         if plan.is_replicated or not rates.hidden_share:
-            return _Work(tokens, pairs, sum(run.step for run in runs), 1, plan.num_tokens)
+            return _Work(tokens, keys, pairs, sum(run.step for run in runs), 1, plan.num_tokens)
         partials = plan.cp + has_prefix
-        return _Work(tokens, pairs, num_runs * partials, partials, plan.num_tokens)
+        return _Work(tokens, keys, pairs, num_runs * partials, partials, plan.num_tokens)
     stored = plan.num_tokens / plan.cp
     if passing is Passing.PASS_KV:
-        return _Work(tokens, pairs, num_runs * plan.cp, plan.cp, stored + prefix / plan.cp)
+        return _Work(tokens, keys, pairs, num_runs * plan.cp, plan.cp, stored + prefix / plan.cp)
     own_prefix_pairs = sum(run.count * plan.prefix_lens[run.request] for run in runs)
     prefix_pairs = sum(new * old for new, old in zip(plan.extend_lens, plan.prefix_lens, strict=True))
     num_new = 1 if plan.is_replicated else plan.cp
     # Every rank computes attention of all ranks' queries over its part of the prefix, one call per request.
     calls = num_runs * num_new + len(plan.extend_lens) * has_prefix
     partials = num_new + plan.cp * has_prefix
-    return _Work(tokens, pairs - own_prefix_pairs + prefix_pairs / plan.cp, calls, partials, stored)
+    pairs += prefix_pairs / plan.cp - own_prefix_pairs
+    return _Work(tokens, sum(plan.extend_lens) + prefix / plan.cp, pairs, calls, partials, stored)
 
 
 def _exchanges(plan: ShardPlan, shape: ModelShape, passing: Passing | None) -> Iterator[float]:

@@ -15,10 +15,8 @@ from workers.attention.merge import Partial
 from workers.attention.runs import Run, sees_any
 from workers.engine.batch import StepPages
 from workers.layers.attention import Expand
+from workers.layers.config import MOST_EXPANDED
 from workers.memory.page_pool import PagePool
-
-MOST_EXPANDED = 4096
-"""Maximum number of rows in a tile. With 16 heads of 192 + 128 elements in bf16, a tile takes 40 MiB."""
 
 
 class RowKeys:

@@ -5,6 +5,11 @@ from typing import Literal, NamedTuple
 
 from cluster.spec.kv import KvPart
 
+MOST_EXPANDED = 4096
+"""Maximum number of stored keys that a layer expands at a time. With 16 heads of 192 + 128 elements in bf16, they take
+40 MiB.
+"""
+
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
@@ -25,6 +30,12 @@ class AttentionCost(NamedTuple):
     """Elements of all activations of a token, as far as TP ranks share them."""
     pair_flops: int
     """FLOPs per (query, key) pair."""
+    stored_pair_flops: int = 0
+    """FLOPs per pair if keys that can be expanded are used as stored."""
+    expand_flops: int = 0
+    """FLOPs to expand one key. 0 if keys are used as stored."""
+    expanded_size: int = 0
+    """Elements of all expanded keys that exist at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +136,9 @@ class LatentAttentionConfig:
             out_width=out_width,
             width=query_width + out_width + self.num_heads * (self.stored_dim + 2 * self.kv_rank),
             pair_flops=2 * (query_width + out_width),
+            stored_pair_flops=2 * self.num_heads * (self.stored_dim + self.kv_rank),
+            expand_flops=2 * self.kv_rank * self.expanded_size,
+            expanded_size=MOST_EXPANDED * (self.expanded_size + query_width),
         )
 
     def of_rank(self, tp_size: int) -> "LatentAttentionConfig":

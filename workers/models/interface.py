@@ -66,6 +66,8 @@ class LayerCost(NamedTuple):
     experts_per_token: int
     """Number of experts that compute each token. 0 for a layer without experts."""
     attention_width: int
+    expanded_size: int
+    """Elements of all expanded keys that exist at a time, sharded over TP ranks."""
     dense_width: int
     routed_width: int
 
@@ -191,6 +193,7 @@ class DecoderConfig:
             routed=expert * per_token,
             experts_per_token=per_token,
             attention_width=attention.width,
+            expanded_size=attention.expanded_size,
             dense_width=3 * feed_forward.dense_size,
             routed_width=expert * per_token // hidden,
         )
@@ -212,5 +215,7 @@ class DecoderConfig:
             kv_row_bytes=sum(group.bytes_per_token for group in groups) // self.num_layers,
             q_row_bytes=attention.query_width * DTYPE_BYTES[dtype],
             partial_row_bytes=4 * attention.out_width,
+            expand_flops=attention.expand_flops,
+            stored_pair_flops=attention.stored_pair_flops,
             windows=tuple(sorted((group.window, len(group.layers)) for group in groups if group.window)),
         )

@@ -66,6 +66,18 @@ QWEN3_30B = {
     "vocab_size": 151936,
 }
 
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "dtype": "bfloat16",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "vocab_size": 129280,
+}
+"""DeepSeek-V3. Its defaults are those of the released checkpoint."""
+
 
 def planned(folder: Path, shape: dict[str, Any], text: str) -> tuple[DeployConfig, ModelFacts]:
     (folder / "config.json").write_text(json.dumps(shape))
@@ -145,6 +157,27 @@ def test_ring_buffers_are_included(tmp_path: Path) -> None:
     assert activations("mode: ring, passing: pass_kv") - gathered == pytest.approx(two_blocks)
     assert activations("mode: ring, passing: pass_q") - gathered == pytest.approx(queries)
     assert activations("mode: ring") - gathered == pytest.approx(max(two_blocks, queries))
+
+
+def test_every_rank_of_a_ring_passes_whole_latents(tmp_path: Path) -> None:
+    def activations(more: str) -> float:
+        parallel = "{cp: 2, tp: 8, ep: 16}"
+        config, model = planned(tmp_path, DEEPSEEK, f"prefill: {{parallel: {parallel}, chunk_tokens: 8192, {more}}}")
+        return expected_memory(config, config.prefill, model).activations * GIB
+
+    gathered = activations("mode: gather")
+    assert activations("mode: ring, passing: pass_kv") - gathered == pytest.approx(2 * 65536 * 576 * 2)
+    assert activations("mode: ring, passing: pass_q") - gathered == pytest.approx(8192 * 16 * 128 * 16)
+
+
+def test_expanded_keys_are_included_but_do_not_grow_with_the_context(tmp_path: Path) -> None:
+    def activations(max_len: int) -> float:
+        shape = DEEPSEEK | {"max_position_embeddings": max_len}
+        config, model = planned(tmp_path, shape, "prefill: {parallel: {tp: 16}, chunk_tokens: 64}")
+        return expected_memory(config, config.prefill, model).activations * GIB
+
+    # 8 heads of 256 elements from the latents, and of 192 in the keys that include the rotated part.
+    assert activations(1 << 17) == activations(1 << 20) > 4096 * 8 * (256 + 192) * 2
 
 
 def test_ranks_with_requests_of_their_own_share_mlps(tmp_path: Path) -> None:
@@ -240,7 +273,22 @@ MIXED = DENSE | {
     "num_experts_per_tok": 2,
 }
 SHARED = MIXED | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 2304}
-MODELS = [DENSE, DENSE | {"tie_word_embeddings": True}, MIXED, MIXED | {"mlp_only_layers": []}, SHARED]
+LATENT = DENSE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "moe_intermediate_size": 1152,
+    "n_routed_experts": 24,
+    "first_k_dense_replace": 2,
+    "num_experts": 24,
+}
+MODELS = [
+    DENSE,
+    DENSE | {"tie_word_embeddings": True},
+    MIXED,
+    MIXED | {"mlp_only_layers": []},
+    SHARED,
+    LATENT,
+    LATENT | {"q_lora_rank": None},
+]
 
 sizes = st.integers(1, 4)
 parallels = st.builds(

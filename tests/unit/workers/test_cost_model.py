@@ -111,6 +111,19 @@ def test_more_tokens_never_take_less_time(
     assert estimate(strategy, extends, prefixes, cp, passing=passing) * slack + run_of_its_own_s >= before_s
 
 
+@pytest.mark.parametrize(("new", "is_expanded"), [(1, False), (2, False), (200, True)])
+def test_keys_are_expanded_if_that_takes_less_time(new: int, is_expanded: bool) -> None:
+    """Every rank expands all keys that its queries see, except as many as the linear work already counts."""
+    shape = dataclasses.replace(SHAPE, expand_flops=10**6, stored_pair_flops=4 * SHAPE.attention_flops)
+    for strategy, tokens in {Strategy.NONE: new, Strategy.ZIGZAG: new / 2}.items():
+        added_s = estimate(strategy, [new], [1000], 2, shape=shape) - estimate(strategy, [new], [1000], 2)
+        expand_s = (1000 + new - tokens) * 1e6 / RATES.linear_flops_per_s
+        if is_expanded:
+            assert added_s == pytest.approx((SHAPE.num_layers - 1) * expand_s)
+        else:
+            assert 0 < added_s < (SHAPE.num_layers - 1) * expand_s / 2
+
+
 def test_tp_ranks_pay_for_two_sums_a_layer_by_their_own_tokens() -> None:
     rates = dataclasses.replace(RATES, all_reduce_s=1e-3, all_reduce_row_s=1e-5)
     for strategy, num_own in {Strategy.NONE: 64, Strategy.ZIGZAG: 16}.items():

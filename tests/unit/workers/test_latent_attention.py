@@ -115,6 +115,23 @@ def test_a_token_is_stored_once_for_all_heads(folder_of: Any) -> None:
         assert (group.num_heads, [(part.name, part.dim) for part in group.parts]) == (1, [("latent", 24)])
 
 
+def test_costs_add_up_to_the_published_sizes_of_deepseek_v3() -> None:
+    raw = {"architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129_280, "hidden_size": 7168}
+    sizes = {"intermediate_size": 18_432, "num_hidden_layers": 61, "num_attention_heads": 128}
+    config = parse_model_config({**raw, **sizes, "max_position_embeddings": 163_840})
+    tables, layers = 2 * 129_280 * 7168, config.layer_costs
+    stored = sum(cost.queries + cost.kv + cost.whole + cost.dense + cost.experts for cost in layers)
+    used = sum(cost.used for cost in layers)
+    assert (tables + stored) / 1e9 == pytest.approx(671, abs=0.3)
+    assert (tables + used) / 1e9 == pytest.approx(37.5, abs=0.3)
+    cost = config.cost("bfloat16")
+    assert sum(group.bytes_per_token for group in config.kv_groups("bfloat16")) == 61 * 576 * 2
+    assert cost.kv_row_bytes == 576 * 2
+    # Per head and pair: 192 + 128 products with expanded keys, 576 + 512 with stored ones.
+    assert (cost.attention_flops, cost.stored_pair_flops) == (2 * 128 * 320, 2 * 128 * 1088)
+    assert cost.expand_flops == 2 * 512 * 128 * 256
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
