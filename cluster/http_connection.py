@@ -116,6 +116,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
+        if self._running is None or self._running.response_complete:
+            self._free()
+
+    def _free(self) -> None:
+        """Break the cycles of references, so that no memory waits for the garbage collector."""
+        self.transport = self.flow = self.cycle = self._running = cast(Any, None)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -363,6 +363,23 @@ async def test_an_unchunked_answer_ends_with_the_connection() -> None:
     assert wire.written == [b"HTTP/1.1 200 OK\r\n\r\n", b"abc", b""]
 
 
+@pytest.mark.parametrize("said", [b"", b"GE", GET])
+async def test_the_memory_of_an_idle_connection_does_not_wait_for_the_garbage_collector(said: bytes) -> None:
+    connection = Connection()
+    connection.send(said)
+    await settle(lambda: not said.endswith(b"\n") or "200 OK" in connection.wire.text)
+    await settle(lambda: not connection.state.tasks)
+    gc.disable()
+    try:
+        connection.protocol.connection_lost(None)
+        left = weakref.ref(connection.protocol)
+        connection.protocol = None  # type: ignore[assignment]
+        await asyncio.sleep(0.01)
+        assert left() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("error", [None, ConnectionResetError()])
 @pytest.mark.parametrize(
     "said",
