@@ -7,31 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
-
 from cluster.spec.clock import Interval
-from cluster.spec.messages import PhaseTimes, Submit
+from cluster.spec.messages import Submit
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.spec.tiers import CachedTokens
 from router.errors import RequestFailedError
 from router.metrics import Metrics
+from router.phases import Phase, phases_of, totals_of
 from router.request import ChoiceId, FailRequest, GenerateRequest, OutputBatch
 
 HEADERS = ("x-baton-prefill", "x-baton-decode", "server-timing", "x-baton-trace")
 """Response headers of answers. Only traced requests have the last one."""
-
-
-class Phase(msgspec.Struct, frozen=True):
-    """Phase of a request, timed by the router's monotonic clock."""
-
-    name: str
-    start_s: float
-    end_s: float
-    replica: str | None = None
-
-    @property
-    def seconds(self) -> float:
-        return self.end_s - self.start_s
 
 
 class Backlog:
@@ -88,8 +74,10 @@ class Answer:
         """Response header that names the OpenTelemetry trace."""
         self.cached = CachedTokens()
         """Cached prompt tokens. A prompt counts once, even with several choices."""
-        self.phases: PhaseTimes | None = None
-        """Phase times of the choice whose first token arrived first."""
+        self.phases: Sequence[Phase] = ()
+        """Phases in replicas of the choice whose first token arrived first."""
+        self.prompt_s: float | None = None
+        """Time of a prompt's computation; None until it is known."""
         self.first_s: float | None = None
         """Time at which the first token of any choice arrived."""
         self.num_tokens = 0
@@ -115,44 +103,34 @@ class Answer:
     @property
     def _timing(self) -> str:
         """Return the value of the Server-Timing header (https://www.w3.org/TR/server-timing)."""
-        times, phases = {"queue": self.queue_s}, self.phases
-        if phases is not None:
-            times |= {"decode-queue": phases.decode_queue_s, "bootstrap": phases.bootstrap_s}
-            times |= {"prefill": phases.prefill_s, "transfer": phases.transfer_s}
+        if self.first_s is None:
+            return f"queue;dur={self.queue_s * 1000:.3f}"
+        times = totals_of(self.phases_until(self.first_s)) | {"ttft": self.first_s - self.arrived_s}
         return ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in times.items())
 
     def phases_until(self, now_s: float) -> Iterator[Phase]:
-        """Yield the phases in order, up to the last one that the request has reached.
-
-        The wait for pages in decode is omitted, since it overlaps ``bootstrap``.
-        """
-        start_s = self.opened_s
-        yield Phase("queue", start_s - self.queue_s, start_s)
-        phases = self.phases
-        if phases is not None:
-            for name, seconds, replica in (
-                ("bootstrap", phases.bootstrap_s, phases.prefill),
-                ("prefill", phases.prefill_s, phases.prefill or phases.decode),
-                ("transfer", phases.transfer_s, phases.decode),
-            ):
-                yield Phase(name, start_s, start_s + seconds, replica)
-                start_s += seconds
-        if self.first_s is not None:
-            yield Phase("decode", self.first_s, now_s, phases.decode if phases is not None else None)
+        """Yield the phases in order, up to the last one that the request has reached."""
+        queued_s = self.opened_s - self.queue_s
+        yield Phase("preprocess", self.arrived_s, queued_s)
+        yield Phase("queue", queued_s, self.opened_s)
+        yield from self.phases
+        if self.first_s is not None and now_s > self.first_s:
+            yield Phase("decode", self.first_s, now_s, self.phases[-1].replica if self.phases else None)
 
     def summary(self, outcome: str, ended_s: float) -> dict[str, Any]:
         """Return the finished request's entry on the status page, with times in seconds."""
-        phases = [
-            {"name": phase.name, "seconds": phase.seconds, "replica": phase.replica}
-            for phase in self.phases_until(ended_s)
-        ]
+        phases = [*self.phases_until(ended_s)]
+        replicas = {phase.name: phase.replica for phase in phases}
         return {
             "ended": time.time(),
             "seconds": ended_s - self.arrived_s,
             "prompt_tokens": self.num_prompt_tokens,
             "num_tokens": self.num_tokens,
             "outcome": outcome,
-            "phases": phases,
+            "phases": [
+                {"name": name, "seconds": seconds, "replica": replicas.get(name, replicas.get("prefill"))}
+                for name, seconds in totals_of(phases).items()
+            ],
         }
 
     def push(self, index: int, batch: OutputBatch) -> None:
@@ -229,10 +207,12 @@ class OpenChoice:
         request = self.answer.requests[self._index]
         self._measure(len(batch.token_ids), now_s)
         if batch.phases is not None:
-            self._metrics.on_phases(batch.phases)
+            phases = phases_of(batch.phases, self.answer.opened_s, now_s)
+            self._metrics.on_phases(batch.phases, phases)
             if not request.shares_prompt:
                 self._metrics.on_prompt(len(request.prompt_ids), batch.cached.total)
-            self.answer.phases = self.answer.phases or batch.phases
+            self.answer.phases = self.answer.phases or phases
+            self.answer.prompt_s = batch.phases.prompt.seconds
         if batch.cached.total:
             self._metrics.on_cached(batch.cached)
             if not request.shares_prompt:
@@ -248,7 +228,7 @@ class OpenChoice:
         num_tokens = len(self.answer.requests[self._index].output_ids)
         metrics.generated.observe(num_tokens)
         if self._first_s is not None:
-            metrics.on_end(self.answer.phases, now_s - self._first_s)
+            metrics.on_end(self.answer.prompt_s, now_s - self._first_s)
             if num_tokens > 1:
                 metrics.tpot_s.observe((now_s - self._first_s) / (num_tokens - 1))
 

@@ -12,8 +12,9 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from cluster.spec.messages import PhaseTimes
+from cluster.spec.phases import PhaseTimes
 from cluster.spec.tiers import CachedTokens, Tier
+from router.phases import Phase, totals_of
 from router.request import GenerateRequest
 
 Labels = tuple[str, ...]
@@ -25,6 +26,9 @@ _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
 _PHASE_S = (0.001, 0.005, 0.01, 0.05, 0.1, *_REQUEST_S)
 _TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20)
+_PHASES_IN_DECODE = {"decode_queue": False, "prefill_queue": True, "communication": True, "delivery": False}
+"""Phases of a prompt that decode computes itself; True for those at the replica that computes the prompt."""
+_PHASES = {**_PHASES_IN_DECODE, "bootstrap": True, "storage": True, "transfer": False}
 
 
 class Counter:
@@ -112,6 +116,9 @@ class Metrics(Collector):
         self.e2e_s = histogram(
             "e2e_request_latency_seconds", "Time from the HTTP request to its last token.", _REQUEST_S
         )
+        self.preprocess_s = histogram(
+            "request_preprocess_time_seconds", "Time from an HTTP request's head to its tokens.", _PHASE_S
+        )
         self.queue_s = histogram("request_queue_time_seconds", "Time waiting in the router for capacity.", _PHASE_S)
         self.decode_s = histogram(
             "request_decode_time_seconds", "Time from an answer's first token to its last.", _REQUEST_S
@@ -124,8 +131,12 @@ class Metrics(Collector):
             for name, help_text in (
                 ("decode_queue", "Time waiting for pages in decode."),
                 ("bootstrap", "Time waiting in prefill for decode's ticket and ranks."),
-                ("prefill", "Time from the ticket to the first token."),
+                ("storage", "Time waiting in prefill for pages from storage."),
+                ("prefill_queue", "Time waiting in prefill for steps."),
+                ("prefill", "Time from the first wait for a step to the first token."),
+                ("communication", "Part of prefill's steps spent in collectives."),
                 ("transfer", "Time from the first token until decode has all KV."),
+                ("delivery", "Time of the first token from decode to the router."),
             )
         }
         self.generated = histogram("request_generation_tokens", "Tokens per answer.", _TOKENS)
@@ -173,14 +184,17 @@ class Metrics(Collector):
         self._cache_hits.add(num_cached)
         self._computed.observe(prompt_len - num_cached)
 
-    def on_phases(self, phases: PhaseTimes) -> None:
-        self._phases_s["decode_queue"].observe(phases.decode_queue_s, phases.decode)
-        self._phases_s["prefill"].observe(phases.prefill_s, phases.prefill or phases.decode)
-        if phases.prefill is not None:
-            self._phases_s["bootstrap"].observe(phases.bootstrap_s, phases.prefill)
-            self._phases_s["transfer"].observe(phases.transfer_s, phases.decode)
+    def on_phases(self, times: PhaseTimes, phases: Iterable[Phase]) -> None:
+        """Count the phases of one prompt. Waits in prefill and transfers exist only if prefill computed it."""
+        totals, prompt = totals_of(phases), times.prompt
+        self._phases_s["prefill"].observe(prompt.seconds, prompt.replica)
+        names = _PHASES if times.prefill is not None else _PHASES_IN_DECODE
+        for name, is_of_prompt in names.items():
+            replica = prompt.replica if is_of_prompt else times.decode
+            self._phases_s[name].observe(totals.get(name.replace("_", "-"), 0.0), replica)
 
-    def on_end(self, phases: PhaseTimes | None, decode_s: float) -> None:
+    def on_end(self, prompt_s: float | None, decode_s: float) -> None:
+        """Count a choice's end; ``prompt_s`` is the time of its prompt's computation, if it is known."""
         self.decode_s.observe(decode_s)
-        if phases is not None:
-            self._inference_s.observe(phases.prefill_s + decode_s)
+        if prompt_s is not None:
+            self._inference_s.observe(prompt_s + decode_s)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from cluster.logs import with_facts
 from cluster.spec.errors import UserError
-from router.answer import Answer, Phase
+from router.answer import Answer
+from router.phases import totals_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -54,7 +55,9 @@ def log_request(
             prompt_tokens=answer.num_prompt_tokens,
             tokens=answer.num_tokens,
             total_ms=round((ended_s - answer.arrived_s) * 1000, 3),
-            phases_ms={phase.name: round(phase.seconds * 1000, 3) for phase in answer.phases_until(ended_s)},
+            phases_ms={
+                name: round(seconds * 1000, 3) for name, seconds in totals_of(answer.phases_until(ended_s)).items()
+            },
             error=str(error) or type(error).__name__ if error is not None else None,
         ),
     )
@@ -99,12 +102,11 @@ class Tracing:
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
         now_s = time.monotonic()
-        context, phases = set_span_in_context(span), [*answer.phases_until(now_s)]
-        if answer.phases is not None:
-            queue_end_s = answer.opened_s + answer.phases.decode_queue_s
-            phases.append(Phase("decode queue", answer.opened_s, queue_end_s, answer.phases.decode))
-        for phase in phases:
-            attributes = {"baton.replica": phase.replica} if phase.replica else {}
+        context = set_span_in_context(span)
+        for phase in answer.phases_until(now_s):
+            attributes: dict[str, str | float] = {"baton.replica": phase.replica} if phase.replica else {}
+            if phase.communication_s:
+                attributes["baton.communication_s"] = phase.communication_s
             child = self._tracer.start_span(
                 phase.name, context, attributes=attributes, start_time=_unix_ns(phase.start_s)
             )

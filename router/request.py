@@ -9,7 +9,8 @@ import msgspec
 
 from cluster.spec.errors import Moves
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
-from cluster.spec.messages import Cancel, Inquire, Output, PhaseTimes, Submit
+from cluster.spec.messages import Cancel, Inquire, Output, Submit
+from cluster.spec.phases import PhaseTimes
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.wire import TokenIds

@@ -98,6 +98,7 @@ def _make_decode_leader(
         transfer_timeout_s=config.transfer.transfer_timeout_s,
         verify=config.verify_by(),
         settle_s=rank.backend.settle_s,
+        clock=read_clock(),
     )
     scheduler = StepScheduler(allocator, limits, undivided, tiers=tiers)
     return DecodeLeader(settings, scheduler, allocator, rank.step_recorder.recorder, tiers)
@@ -129,6 +130,7 @@ def _make_prefill_leader(
         record=own[0],
         rank_addresses=tuple(record.address for record in own),
         settle_s=rank.backend.settle_s,
+        clock=read_clock(),
     )
     chunk = even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens, spec.sizes.pp)
     scheduler = StepScheduler(allocator, limits, choose, chunk, tiers=tiers)

@@ -16,6 +16,7 @@ from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, Peer, Room
 from cluster.spec.messages import KvEvents, Message, Output, TableUpdate
+from cluster.spec.phases import PromptTimes
 from cluster.spec.registry import Heartbeat, RankRecord, ReplicaLoad
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
@@ -202,10 +203,14 @@ def _send_late_message(env: Environment, ticket: Ticket, page_bytes: int) -> Non
     responses: list[Message] = [
         Drained(**names),
         Done(**names_and_size, sender_rank=0),
-        Result(**names_and_size, token_ids=[0], senders=[0]),
+        Result(**names_and_size, token_ids=[0], senders=[0], times=_no_times(prefill)),
     ]
     send = partial(env.network.send, prefill.address, ticket.decode.address, random.choice(responses))
     env.after(random.uniform(0, 0.1), send)
+
+
+def _no_times(peer: Peer) -> PromptTimes:
+    return PromptTimes(replica=peer.replica, stored_s=0.0, scheduled_s=0.0, steps=[])
 
 
 def _earlier(peer: Peer) -> Peer:

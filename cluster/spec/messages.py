@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from cluster.spec.clock import ClockReading, Interval
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
+from cluster.spec.phases import PhaseTimes
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 from cluster.spec.step_messages import (
@@ -31,26 +32,10 @@ from cluster.spec.transfer_messages import (
     Revoke,
     Ticket,
 )
-from cluster.spec.wire import Struct, Tagged, TokenIds
+from cluster.spec.wire import Tagged, TokenIds
 
 INQUIRE_EVERY_S = 5.0
 """Interval at which a process asks about rooms whose messages may have been lost."""
-
-
-class PhaseTimes(Struct, frozen=True):
-    """Time that one request spends in each phase up to its first token, measured by its replicas' clocks."""
-
-    prefill: ReplicaId | None
-    """Prefill replica; None if decode computed the prompt itself."""
-    decode: ReplicaId
-    decode_queue_s: float
-    """Wait for pages on decode."""
-    prefill_s: float
-    """Time from the ticket to the first token, including other requests' steps."""
-    bootstrap_s: float = 0.0
-    """Time until prefill has the ticket and knows decode's ranks; mostly overlaps ``decode_queue_s``."""
-    transfer_s: float = 0.0
-    """Time from the first token until all KV is in decode: the transfer time that computation does not hide."""
 
 
 class Submit(Tagged, frozen=True):

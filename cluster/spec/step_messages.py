@@ -120,6 +120,8 @@ class StepResult(Tagged, frozen=True):
 
     dp_rank: int
     sampled: Mapping[Room, Sampled]
+    communication_s: float = 0.0
+    """Time that the rank spent in collectives, as in ``ComputedStep``."""
 
 
 class StepWork(Tagged, frozen=True):

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from cluster.spec.ids import Incarnation, Peer, Room
 from cluster.spec.kv import KvGeometry
+from cluster.spec.phases import PromptTimes
 from cluster.spec.sampling import TokenLogprobs
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.wire import Struct, Tagged
@@ -84,6 +85,7 @@ class Result(Tagged, frozen=True):
     """Number of written pages over all lifetimes. A page counts once for each rank that sends a part of it."""
     num_bytes: int
     """Bytes of KV written by all senders."""
+    times: PromptTimes
     completes_grammar: bool = False
     """True if the grammar allows no further token, as in ``Sampled``."""
     logprobs: list[TokenLogprobs] = []
@@ -92,9 +94,6 @@ class Result(Tagged, frozen=True):
     """Log-probabilities of all prompt tokens except the first; empty unless requested."""
     cached: CachedTokens = CachedTokens()
     """Cached tokens of the prompt, which were not computed."""
-    bootstrap_s: float = 0.0
-    """Time spent waiting for the ticket and decode's ranks, as in ``PhaseTimes``."""
-    prefill_s: float = 0.0
 
 
 class PageDigests(Struct, frozen=True):

@@ -122,6 +122,7 @@ async def _open_answer(
         opening = service.gate.enter(partial(service.relay.open, requests), requests[0].priority, *share_of(http), cost)
         with await opening as answer:
             answer.queue_s = answer.opened_s - begun_s
+            service.metrics.preprocess_s.observe(begun_s - answer.arrived_s)
             service.metrics.queue_s.observe(answer.queue_s)
             span = None
             if service.tracing is not None:

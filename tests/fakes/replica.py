@@ -5,6 +5,7 @@ Decode answers with the prompt repeated, so the answer's text is the prompt's te
 """
 
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -24,11 +25,11 @@ from cluster.spec.messages import (
     Message,
     Output,
     Outputs,
-    PhaseTimes,
     RankTrace,
     Submit,
     SubscribeKvEvents,
 )
+from cluster.spec.phases import ComputedStep, PhaseTimes, PromptTimes
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.spec.step_messages import ReportTrace, Shutdown
 from cluster.spec.tiers import CachedTokens
@@ -63,18 +64,25 @@ def _prompt_logprobs(submit: Submit) -> list[TokenLogprobs]:
     return [] if num_top is None else [replace(logprobs_of(id_, num_top), rank=9) for id_ in submit.prompt_ids[1:]]
 
 
+PHASES = ["preprocess", "queue", "decode-queue", "bootstrap", "storage", "prefill-queue", "prefill", "communication"]
+PHASES += ["transfer", "delivery", "decode"]
+"""Phases of every request to fake replicas, in order."""
+PREFILL_S = 33e-6
+"""Time from the scheduling of a prompt to the end of its only step."""
+
+
 def phases_of(submit: Submit) -> PhaseTimes | None:
-    """Return fixed times for every prompt."""
+    """Return times for every prompt that take a few microseconds, less than the message itself."""
     if submit.prefill is None:
         return None
-    return PhaseTimes(
-        prefill=submit.prefill.replica,
-        decode=submit.decode.replica,
-        decode_queue_s=0.002,
-        bootstrap_s=0.003,
-        prefill_s=0.04,
-        transfer_s=0.005,
+    sent_s = time.monotonic()
+    prompt = PromptTimes(
+        replica=submit.prefill.replica,
+        stored_s=sent_s - 40e-6,
+        scheduled_s=sent_s - 38e-6,
+        steps=[ComputedStep(sent_s - 35e-6, sent_s - 5e-6, communication_s=10e-6)],
     )
+    return PhaseTimes(decode=submit.decode.replica, granted_s=sent_s - 43e-6, sent_s=sent_s, prompt=prompt)
 
 
 @dataclass

@@ -97,7 +97,7 @@ class LocalLink:
         self._meter.after_step(step.plan, step.seconds)
         self._reports.count(step.seconds)
         if self._rank.groups.is_sampling_rank and step.plan.scheduled:
-            self._leader.commit(self._dp_rank, step.sampled, self._clock.now_s())
+            self._leader.commit(self._dp_rank, step.sampled, self._clock.now_s(), step.communication_s)
 
     def end_round(self, *, is_busy: bool) -> None:
         """Report work and load, and send pending messages. ``is_busy`` is True while a step is under way."""
@@ -163,7 +163,7 @@ class RemoteLink:
     def on_ended(self, step: EndedStep) -> None:
         self._reports.count(step.seconds)
         if self._groups.is_sampling_rank and step.plan.scheduled:
-            result = StepResult(dp_rank=self._dp_rank, sampled=step.sampled)
+            result = StepResult(dp_rank=self._dp_rank, sampled=step.sampled, communication_s=step.communication_s)
             send_to_ranks(self._outbox, [self._address], result)
 
     def end_round(self, *, is_busy: bool) -> None:

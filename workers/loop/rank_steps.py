@@ -35,6 +35,8 @@ class EndedStep(NamedTuple):
     sampled: Mapping[Room, Sampled]
     seconds: float
     """Time since the step's start or the previous step's end, whichever is later."""
+    communication_s: float
+    """Part of this time spent in collectives."""
 
 
 class RankSteps:
@@ -46,6 +48,8 @@ class RankSteps:
         self._rank, self._sender, self._tiers, self._clock, self._heartbeat = rank, sender, tiers, clock, heartbeat
         self._begun: deque[tuple[StepPlan, BegunStep, float]] = deque()
         self._ended_s = -math.inf
+        self._communication_s = rank.step_recorder.communication_s
+        """Time spent in collectives until the last step's end."""
 
     @property
     def num_begun(self) -> int:
@@ -86,7 +90,8 @@ class RankSteps:
         self._sender.after_step(plan, step.requests)
         self._heartbeat.at(BETWEEN_STEPS)
         start_s, self._ended_s = max(start_s, self._ended_s), self._clock.now_s()
-        return EndedStep(plan, sampled, self._ended_s - start_s)
+        before_s, self._communication_s = self._communication_s, self._rank.step_recorder.communication_s
+        return EndedStep(plan, sampled, self._ended_s - start_s, self._communication_s - before_s)
 
 
 class StepReports:

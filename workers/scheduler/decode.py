@@ -16,6 +16,7 @@ from cluster.spec.errors import move
 from cluster.spec.ids import Peer, Room
 from cluster.spec.kv import pages_for
 from cluster.spec.messages import Blame, Cancel, Inquire, Message, Output, Submit, TableUpdate
+from cluster.spec.phases import ComputedStep
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.step_messages import StepPlan
@@ -116,8 +117,8 @@ class DecodeLeader(DpLeader):
         if not self._received_pages:
             super().report_cache()
 
-    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        self._now_s = now_s
+    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], step: ComputedStep) -> None:
+        self.note_computed(plan, step)
         for sequence in self._scheduler.commit(plan, sampled):
             request, token = self._requests[sequence.room], sampled[sequence.room]
             if problem := self.problem_of(token):
@@ -211,8 +212,6 @@ class DecodeLeader(DpLeader):
         if request is None or request.session is None or request.state is DecodeState.RUNNING:
             self.drop(message)
             return
-        if isinstance(message, Result):
-            request.result_s = self._now_s
         num_dropped = request.session.num_dropped.total()
         answer = request.session.handle(message, self._heard_s())
         if request.session.num_dropped.total() > num_dropped:
@@ -298,7 +297,7 @@ class DecodeLeader(DpLeader):
             for choice in choices:
                 self._queue.add(choice, self._now_s)
             self._start_granted()
-        self._emit(request, replace(output, phases=request.phases(self._now_s)))
+        self._emit(request, replace(output, phases=request.phases(self._settings.clock, self._now_s)))
 
     def _emit(self, request: DecodeRequest, output: Output) -> None:
         if output.finish is not None:

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from cluster.spec.clock import ClockReading
 from cluster.spec.ids import Peer
-from cluster.spec.messages import PhaseTimes
+from cluster.spec.phases import SAME_MACHINE, PhaseTimes, PromptTimes
 from cluster.spec.registry import RankRecord, Verify
 from cluster.spec.transfer_messages import Ticket
 from transfer.page_assignment import copies_of
@@ -59,6 +60,7 @@ class DecodeSettings:
     verify: Verify = Verify.COUNTS
     settle_s: float
     """Maximum time for which bytes may still arrive after their sender has failed or died."""
+    clock: ClockReading = SAME_MACHINE
 
     @property
     def page_size(self) -> int:
@@ -82,8 +84,6 @@ class DecodeRequest(TokenSequence):
     arrived_s: float
     granted_s: float = 0.0
     """Time at which pages were allocated."""
-    result_s: float = 0.0
-    """Time at which prefill's first token arrived."""
     state: DecodeState = DecodeState.QUEUED
     num_held_pages: int = 0
     """Number of leading pages shared with the cache or another choice. They are never part of the ticket."""
@@ -104,23 +104,15 @@ class DecodeRequest(TokenSequence):
         num_cacheable = len(self.submit.prompt_ids) - (self.submit.prefill is None)
         return self.keys_of(num_cacheable, page_size)
 
-    def phases(self, now_s: float) -> PhaseTimes | None:
-        """Return the durations of the phases up to the first token. None for a choice that shares a prompt."""
+    def phases(self, clock: ClockReading, now_s: float) -> PhaseTimes | None:
+        """Return the times of the phases up to the first token. None for a choice that shares a prompt."""
         submit, result = self.submit, self.session.result if self.session is not None else None
         if submit.prompt_of is not None:
             return None
-        queue_s = self.granted_s - self.arrived_s
-        if result is None or submit.prefill is None:
-            here_s = now_s - self.granted_s
-            return PhaseTimes(prefill=None, decode=submit.decode.replica, decode_queue_s=queue_s, prefill_s=here_s)
-        return PhaseTimes(
-            prefill=submit.prefill.replica,
-            decode=submit.decode.replica,
-            decode_queue_s=queue_s,
-            bootstrap_s=result.bootstrap_s,
-            prefill_s=result.prefill_s,
-            transfer_s=now_s - self.result_s,
-        )
+        decode, granted_s = submit.decode.replica, self.granted_s
+        here = PromptTimes(replica=decode, clock=clock, stored_s=granted_s, scheduled_s=granted_s, steps=self.steps)
+        prompt = here if result is None or submit.prefill is None else result.times
+        return PhaseTimes(decode=decode, clock=clock, granted_s=granted_s, sent_s=now_s, prompt=prompt)
 
 
 def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: Peer) -> ReceiverSession:

@@ -20,6 +20,7 @@ from cluster.spec.messages import (
     SubscribeKvEvents,
     Wanted,
 )
+from cluster.spec.phases import ComputedStep
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
@@ -95,8 +96,8 @@ class DpLeader(ABC):
         """Return the next step. None if there is nothing to do."""
 
     @abstractmethod
-    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        """Apply the outcome of a step."""
+    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], step: ComputedStep) -> None:
+        """Apply the outcome of a step. Call ``note_computed`` first."""
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()
@@ -147,6 +148,14 @@ class DpLeader(ABC):
         """Record requests that start in this step and no longer wait for storage."""
         for new in plan.new_requests:
             self.forget_in_tiers(new.room)
+
+    def note_computed(self, plan: StepPlan, step: ComputedStep) -> None:
+        """Record a step that has ended in the requests whose prompts it computed."""
+        self._now_s = step.end_s
+        for scheduled in plan.scheduled:
+            request = self._requests.get(scheduled.room)
+            if request is not None and scheduled.output_position == request.submit.num_given:
+                request.steps.append(step)
 
     def forget_in_tiers(self, room: Room) -> None:
         if self.tiers:

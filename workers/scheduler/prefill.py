@@ -12,6 +12,7 @@ from cluster.spec.errors import move
 from cluster.spec.ids import Room, is_router
 from cluster.spec.kv import owner_base, pages_for
 from cluster.spec.messages import Blame, Cancel, Message, Submit, TableUpdate
+from cluster.spec.phases import ComputedStep
 from cluster.spec.registry import RankRecord, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import CancelSend, Destination, ForgetPeer, SendReport, StepPlan
@@ -96,8 +97,8 @@ class PrefillLeader(DpLeader):
         self.report_cache()
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        self._now_s = now_s
+    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], step: ComputedStep) -> None:
+        self.note_computed(plan, step)
         for sequence in self._scheduler.commit(plan, sampled):
             request, first = self._requests[sequence.room], sampled[sequence.room]
             request.is_computed = not first.is_corrupted
@@ -107,7 +108,7 @@ class PrefillLeader(DpLeader):
                 continue
             self._scheduler.holders.remove(request.room)
             self._move(request, PrefillState.SENDING, "first token")
-            self.send(request.submit.decode.address, result_of(self._settings, request, first, now_s))
+            self.send(request.submit.decode.address, result_of(self._settings, request, first))
             self._end_if_settled(request)
         self.report_cache()
 
@@ -132,7 +133,7 @@ class PrefillLeader(DpLeader):
             return
         page_size, prompt_len = self._settings.record.layout.page_size, len(submit.prompt_ids)
         base = owner_base(submit.prompt_ids, page_size, self._settings.record.sizes.cp, submit.cache_salt)
-        request = PrefillRequest(submit, prompt_len + 1, owner_base=base, arrived_s=self._now_s)
+        request = PrefillRequest(submit, prompt_len + 1, owner_base=base)
         self._requests[room] = request
         # The last token is always computed, for its logits.
         if self.tiers and (keys := request.keys_of(prompt_len - 1, page_size)):
@@ -199,13 +200,14 @@ class PrefillLeader(DpLeader):
         ticket = request.ticket
         if request.state is not PrefillState.QUEUED or ticket is None:
             return
-        if self.tiers and self.tiers.prefetcher.is_waiting(request.room, self._now_s):
-            return
         records = self._decode_records(ticket)
         if not records:
             return
         if reason := next(filter(None, (refusal(self._settings.record, record) for record in records)), None):
             self._fail(request, reason, blame=Blame.BOTH)
+            return
+        request.stored_s = request.stored_s or self._now_s
+        if self.tiers and self.tiers.prefetcher.is_waiting(request.room, self._now_s):
             return
         request.destination = Destination(
             decode=ticket.decode,

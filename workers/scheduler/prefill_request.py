@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cluster.spec.clock import ClockReading
 from cluster.spec.ids import Peer
+from cluster.spec.phases import SAME_MACHINE, PromptTimes
 from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import RankRecord, SendTimes
 from cluster.spec.sampling import Sampled
@@ -51,13 +53,15 @@ class PrefillSettings:
     ticket_timeout_s: float = TICKET_TIMEOUT_S
     settle_s: float
     """Maximum time for which the backend may still move bytes after a failed write."""
+    clock: ClockReading = SAME_MACHINE
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefillRequest(TokenSequence):
     """Request in a prefill leader. While SENDING or STOPPING it has pages, but is not in the step scheduler."""
 
-    arrived_s: float
+    stored_s: float = 0.0
+    """Time at which the request waited for nothing but pages from storage."""
     scheduled_s: float = 0.0
     """Time at which the request entered SCHEDULED."""
     state: PrefillState = PrefillState.QUEUED
@@ -72,7 +76,7 @@ class PrefillRequest(TokenSequence):
     """True if decode waits for a Drained message."""
 
 
-def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled, now_s: float) -> Result:
+def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled) -> Result:
     """Return the Result: the first token, and the total numbers of pages and bytes that the ranks send."""
     record, destination = settings.record, request.destination
     assert destination is not None
@@ -93,8 +97,13 @@ def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled
         logprobs=[first.logprobs] if first.logprobs is not None else [],
         prompt_logprobs=first.prompt_logprobs,
         cached=request.kv.cached,
-        bootstrap_s=request.scheduled_s - request.arrived_s,
-        prefill_s=now_s - request.scheduled_s,
+        times=PromptTimes(
+            replica=settings.me.replica,
+            clock=settings.clock,
+            stored_s=request.stored_s,
+            scheduled_s=request.scheduled_s,
+            steps=request.steps,
+        ),
         senders=list(receivers_of),
         num_pages=sum(PageShare.of(part).count(live_pages(destination.pages)) for part in parts.values()),
         num_bytes=sum(

@@ -6,11 +6,13 @@ assigns requests to DP ranks and combines steps.
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
 
 from msgspec.structs import asdict, replace
 
 from cluster.spec.ids import Room
 from cluster.spec.messages import CommandResult, Inquire, KvEvents, Message, Output, Outputs, Submit
+from cluster.spec.phases import ComputedStep
 from cluster.spec.ranks import coords_of
 from cluster.spec.registry import AxisSizes, ComputeTimes, ReplicaLoad
 from cluster.spec.sampling import Sampled
@@ -43,8 +45,11 @@ class ReplicaLeader:
         assert len(leaders) == sizes.dp, f"{len(leaders)} leaders for dp = {sizes.dp}"
         self._leaders, self._sizes, self._depth, self._policy = leaders, sizes, depth, policy
         self.num_ahead = num_ahead
-        self._under_way: list[deque[StepPlan]] = [deque() for _ in leaders]
-        """Plans under way that schedule requests, by DP rank."""
+        self._under_way: list[deque[tuple[StepPlan, float]]] = [deque() for _ in leaders]
+        """Plans under way that schedule requests, and the times at which they were made, by DP rank."""
+        self._ended_s = [-inf for _ in leaders]
+        """Time at which each DP rank's newest step ended."""
+        self._now_s = 0.0
         self._dp_ranks: OrderedDict[Room, int] = OrderedDict()
         """DP ranks by room, newest room last."""
         self._next_numbers: dict[str, int] = {}
@@ -69,7 +74,7 @@ class ReplicaLeader:
     def on_message(self, message: Message, now_s: float) -> None:
         """Pass a message to the leader of its room or rank, or to all leaders."""
         if isinstance(message, StepResult):
-            self.commit(message.dp_rank, message.sampled, now_s)
+            self.commit(message.dp_rank, message.sampled, now_s, message.communication_s)
             return
         if isinstance(message, StepWork):
             self._work[message.global_rank] = message
@@ -82,6 +87,7 @@ class ReplicaLeader:
             self._leaders[dp_rank].on_message(message, now_s)
 
     def tick(self, now_s: float) -> None:
+        self._now_s = now_s
         for leader in self._leaders:
             leader.tick(now_s)
 
@@ -104,16 +110,19 @@ class ReplicaLeader:
         plans = [leader.next_plan() for leader in self._leaders] if self._can_plan else []
         for under_way, plan in zip(self._under_way, plans, strict=False):
             if plan is not None and plan.scheduled:
-                under_way.append(plan)
+                under_way.append((plan, self._now_s))
         if not any(plans):
             return []
         step = [plan or idle_plan() for plan in plans]
         shapes = join_shapes([plan.shape for plan in step], self._sizes.cp)
         return [replace(plan, shape=shape) for plan, shape in zip(step, shapes, strict=True)]
 
-    def commit(self, dp_rank: int, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        """Apply the outcome of a DP rank's oldest step under way."""
-        self._leaders[dp_rank].commit(self._under_way[dp_rank].popleft(), sampled, now_s)
+    def commit(self, dp_rank: int, sampled: Mapping[Room, Sampled], now_s: float, communication_s: float = 0.0) -> None:
+        """Apply the outcome of a DP rank's oldest step under way. Its time begins when the one before it has ended."""
+        plan, planned_s = self._under_way[dp_rank].popleft()
+        step = ComputedStep(max(planned_s, self._ended_s[dp_rank]), now_s, communication_s)
+        self._ended_s[dp_rank] = now_s
+        self._leaders[dp_rank].commit(plan, sampled, step)
 
     def load(self) -> ReplicaLoad:
         loads = [leader.load() for leader in self._leaders]

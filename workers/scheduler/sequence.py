@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from cluster.spec.ids import Room
 from cluster.spec.kv import extend_page_keys
 from cluster.spec.messages import Submit
+from cluster.spec.phases import ComputedStep
 from cluster.spec.sampling import FinishReason
 from cluster.spec.step_messages import Destination, NewRequest, ScheduledRequest
 from cluster.spec.tiers import CachedTokens
@@ -80,6 +81,8 @@ class TokenSequence:
     """Arrival number in the queue or the step scheduler that holds the sequence."""
     first_step: int = 0
     """Number of the newest step when the sequence was added to the step scheduler."""
+    steps: list[ComputedStep] = field(default_factory=list)
+    """Steps that have computed the prompt."""
     uses_host: bool = True
     """True if the sequence may load pages from host memory. False after a failed load."""
 

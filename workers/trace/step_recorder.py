@@ -25,6 +25,11 @@ class StepRecorder:
         self._groups = (*others, *model.groups.all)
         self._device = model.device
 
+    @property
+    def communication_s(self) -> float:
+        """Time that this rank has spent in collectives so far, traced or not."""
+        return sum(group.waited_s for group in self._groups)
+
     @contextmanager
     def step(self, plan: StepPlan) -> Generator[None]:
         """Return a context that records the computation of a step for which ``recorder.begin`` returned True."""

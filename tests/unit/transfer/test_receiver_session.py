@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
+from cluster.spec.phases import PromptTimes
 from cluster.spec.registry import Verify
 from cluster.spec.transfer_messages import Accepted, Done, Drained, PageDigests, Refused, Result, Revoke
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM, ticket
@@ -39,6 +40,7 @@ def _result(num_pages: int = 3, num_bytes: int = 30, token: int = 9) -> Result:
         senders=[0, 1],
         num_pages=num_pages,
         num_bytes=num_bytes,
+        times=PromptTimes(replica=PREFILL.replica, stored_s=0.0, scheduled_s=0.0, steps=[]),
     )
 
 

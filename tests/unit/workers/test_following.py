@@ -60,7 +60,7 @@ class Rank:
         rank: Any = SimpleNamespace(
             runner=SimpleNamespace(begin=self.begin, requests={}),
             groups=SimpleNamespace(is_sampling_rank=False),
-            step_recorder=SimpleNamespace(recorder=SimpleNamespace(begin=lambda _: False)),
+            step_recorder=SimpleNamespace(recorder=SimpleNamespace(begin=lambda _: False), communication_s=0.0),
         )
         nothing = lambda *_: None  # noqa: E731
         sender: Any = SimpleNamespace(before_step=nothing, layer_callback=nothing, after_step=nothing)

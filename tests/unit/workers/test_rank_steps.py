@@ -38,6 +38,7 @@ class FakeParts:
         self.heartbeat = Heartbeat()
         self.runner = self.step_recorder = self
         self.recorder = SimpleNamespace(begin=lambda _: True)
+        self.communication_s = 7.0
         self.requests = {Room(1): "known"}
         self._now_s = 0.0
 
@@ -130,6 +131,15 @@ def test_time_shared_by_two_steps_counts_once(steps: RankSteps) -> None:
     steps.begin(plan_of(3))
     steps.begin(plan_of(4))
     assert [steps.end().seconds, steps.end().seconds] == [2.0, 1.0]
+
+
+def test_communication_counts_from_the_end_of_one_step_to_that_of_the_next(parts: FakeParts, steps: RankSteps) -> None:
+    found = []
+    for so_far_s in (7.5, 7.5, 9.0):
+        steps.begin(plan_of(3))
+        parts.communication_s = so_far_s
+        found.append(steps.end().communication_s)
+    assert found == [0.5, 0.0, 1.5]
 
 
 ROWS = [

@@ -24,6 +24,7 @@ from cluster.spec.messages import (
     Submit,
     SubscribeKvEvents,
 )
+from cluster.spec.phases import ComputedStep
 from cluster.spec.registry import AxisSizes, ReplicaLoad
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import ScheduledRequest, StepPlan, StepResult
@@ -52,6 +53,7 @@ class FakeLeader(DpLeader):
     got: list[Message] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
+    steps: list[ComputedStep] = field(default_factory=list)
     tier_state: TierState | None = None
     is_deaf: bool = False
 
@@ -72,8 +74,9 @@ class FakeLeader(DpLeader):
     def next_plan(self) -> StepPlan | None:
         return self.plans.pop(0) if self.plans else None
 
-    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        del sampled, now_s
+    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], step: ComputedStep) -> None:
+        del sampled
+        self.steps.append(step)
         self.committed.append(plan.step)
 
     def load(self) -> ReplicaLoad:
@@ -289,6 +292,20 @@ def test_no_step_begins_before_all_results_of_the_last_one() -> None:
     replica.on_message(StepResult(dp_rank=1, sampled={}), 0.0)
     assert [leader.committed for leader in leaders] == [[1], [1]]
     assert [plan.step for plan in replica.next_plans()] == [2, 2]
+
+
+def test_a_steps_time_begins_when_the_one_before_it_has_ended() -> None:
+    replica, (leader,) = leader_of(1, depth=2)
+    leader.plans = [plan_of(step, 1) for step in (1, 2, 3)]
+    replica.tick(1.0)
+    for _ in range(2):
+        replica.next_plans()
+    replica.commit(0, {}, 3.0, communication_s=0.5)
+    replica.commit(0, {}, 4.0)
+    replica.tick(6.0)
+    replica.next_plans()
+    replica.on_message(StepResult(dp_rank=0, sampled={}, communication_s=0.25), 7.0)
+    assert leader.steps == [ComputedStep(1.0, 3.0, 0.5), ComputedStep(3.0, 4.0), ComputedStep(6.0, 7.0, 0.25)]
 
 
 def test_stages_have_several_steps_in_flight_which_end_in_order() -> None:

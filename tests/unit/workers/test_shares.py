@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from cluster.spec.ids import Role, Room
 from cluster.spec.messages import Message, Output
+from cluster.spec.phases import ComputedStep
 from cluster.spec.sampling import Sampled, Stopping
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.transfer_messages import Ticket
@@ -195,7 +196,9 @@ class DecodeOnly:
         decode = self.pair.decode
         plan, decode.outgoing, self.num_steps = decode.next_plan(), [], self.num_steps + 1
         assert plan is not None
-        decode.commit(plan, {each.room: Sampled(token_id=1) for each in plan.scheduled if each.samples}, 0.0)
+        decode.commit(
+            plan, {each.room: Sampled(token_id=1) for each in plan.scheduled if each.samples}, ComputedStep(0.0, 0.0)
+        )
         decode.check_integrity()
         self._take(message for _, message in decode.outgoing)
 
