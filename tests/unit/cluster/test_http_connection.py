@@ -1,4 +1,4 @@
-"""A client's HTTP connection: how writes are batched, what a request may cost, and how a refused client is told."""
+"""A client's HTTP connection: what a request may cost, and how a refused client is told."""
 
 import asyncio
 import gc
@@ -19,47 +19,9 @@ from cluster.http_connection import (
     Refusal,
 )
 from cluster.http_crowd import Crowd
-from cluster.http_transports import JoiningTransport, UnchunkedTransport
 from tests.fakes.wire import Wire
 
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 IDLE_S = 0.1
-
-
-def join(wire: Wire) -> JoiningTransport:
-    return JoiningTransport(wire, lambda head: head, wire.close)
-
-
-async def test_a_head_is_sent_with_the_first_body_chunk() -> None:
-    joining = join(wire := Wire())
-    for data in (HEAD, b"ab", HEAD, b"cd", b"ef"):
-        joining.write(data)
-    await asyncio.sleep(0)
-    assert wire.written == [HEAD + b"ab", HEAD + b"cd", b"ef"]
-
-
-@pytest.mark.parametrize("head", [HEAD, b"HTTP/1.1 100 Continue\r\n\r\n"])
-async def test_a_head_without_a_body_is_sent_immediately(head: bytes) -> None:
-    joining = join(wire := Wire())
-    joining.write(head)
-    await asyncio.sleep(0)
-    assert wire.written == [head]
-
-
-async def test_a_head_is_sent_before_the_connection_is_closed() -> None:
-    joining = join(wire := Wire())
-    joining.write(HEAD)
-    joining.close()
-    await asyncio.sleep(0)
-    assert (wire.written, joining.is_closing()) == ([HEAD], True)
-
-
-async def test_nothing_is_written_to_a_disconnected_client() -> None:
-    joining = join(wire := Wire())
-    joining.write(HEAD)
-    wire.close()
-    await asyncio.sleep(0)
-    assert wire.written == []
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -354,13 +316,6 @@ async def test_connections_that_wait_for_their_clients_are_few(said: bytes) -> N
     assert [connection.wire.is_closed for connection in connections] == [False, True, False, False]
     for connection in connections:
         connection.protocol.connection_lost(None)
-
-
-async def test_an_unchunked_answer_ends_with_the_connection() -> None:
-    transport = UnchunkedTransport(wire := Wire())
-    for data in (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"3\r\nabc\r\n", b"0\r\n\r\n"):
-        transport.write(data)
-    assert wire.written == [b"HTTP/1.1 200 OK\r\n\r\n", b"abc", b""]
 
 
 @pytest.mark.parametrize("said", [b"", b"GE", GET])
