@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(90
 
 NUM_GREEDY, NUM_SAMPLED = 2, 6
 """Few enough greedy streams that every replica also has a sampled one."""
-NUM_TOKENS = 200
+NUM_TOKENS = 500
 SAMPLING = {"temperature": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.3}
 SMALL = ("prefill.replicas=1", "prefill.parallel.cp=1", "kv.memory_gib=0.25")
 
