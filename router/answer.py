@@ -92,11 +92,19 @@ class Answer:
         return [request.choice_id for request in self.requests]
 
     @property
+    def prefills(self) -> str:
+        """Names of the replicas that compute the prompts."""
+        submits = (each for each in self.submits.values() if each.prompt_of is None)
+        return ", ".join(dict.fromkeys((each.prefill or each.decode).replica for each in submits))
+
+    @property
+    def decodes(self) -> str:
+        """Names of the replicas that decode the choices."""
+        return ", ".join(dict.fromkeys(each.decode.replica for each in self.submits.values()))
+
+    @property
     def headers(self) -> dict[str, str]:
-        submits = self.submits.values()
-        prefills = dict.fromkeys((each.prefill or each.decode).replica for each in submits if each.prompt_of is None)
-        decodes = dict.fromkeys(each.decode.replica for each in submits)
-        replicas = {"x-baton-prefill": ", ".join(prefills), "x-baton-decode": ", ".join(decodes)}
+        replicas = {"x-baton-prefill": self.prefills, "x-baton-decode": self.decodes}
         trace = {"x-baton-trace": f"/traces/{self.choice_ids[-1]}"} if self.is_traced else {}
         return replicas | {"server-timing": self._timing} | trace | self.trace_header
 

@@ -8,12 +8,11 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.logs import with_facts
 from cluster.spec.errors import UserError
 from router.answer import Answer
-from router.phases import totals_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -31,33 +30,33 @@ TRACEPARENT = "traceparent"
 
 def log_request(
     answer: Answer,
-    outcome: str,
-    ended_s: float,
+    summary: dict[str, Any],
     *,
     request_id: str,
     caller: str | None,
     traceparent: str,
     error: BaseException | None,
 ) -> None:
-    """Write a finished request to the access log. ``traceparent`` is empty if the request has no trace."""
+    """Write a finished request with the ``summary`` of its answer to the access log.
+
+    ``traceparent`` is empty if the request has no trace.
+    """
     choices = answer.choice_ids
     _log.info(
         "request %s",
-        outcome,
+        summary["outcome"],
         extra=with_facts(
             request_id=request_id,
             key=caller,
             choice=choices[0] if len(choices) == 1 else None,
             choices=choices if len(choices) > 1 else None,
-            prefill=answer.headers["x-baton-prefill"] or None,
-            decode=answer.headers["x-baton-decode"] or None,
+            prefill=answer.prefills or None,
+            decode=answer.decodes or None,
             trace_id=trace_id(traceparent),
             prompt_tokens=answer.num_prompt_tokens,
             tokens=answer.num_tokens,
-            total_ms=round((ended_s - answer.arrived_s) * 1000, 3),
-            phases_ms={
-                name: round(seconds * 1000, 3) for name, seconds in totals_of(answer.phases_until(ended_s)).items()
-            },
+            total_ms=round(summary["seconds"] * 1000, 3),
+            phases_ms={phase["name"]: round(phase["seconds"] * 1000, 3) for phase in summary["phases"]},
             error=str(error) or type(error).__name__ if error is not None else None,
         ),
     )

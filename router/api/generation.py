@@ -144,13 +144,12 @@ def _record(service: Service, http: Request, answer: Answer, span: "Span | None"
     has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
     caller = arrival_of(http).caller
     outcome = "finished" if error is None else "left" if has_left else "failed"
-    ended_s = service.relay.now_s()
-    service.recent.appendleft(answer.summary(outcome, ended_s))
+    summary = answer.summary(outcome, service.relay.now_s())
+    service.recent.appendleft(summary)
     if service.config.log.requests:
         log_request(
             answer,
-            outcome,
-            ended_s,
+            summary,
             request_id=arrival_of(http).request_id,
             caller=caller.name if caller is not None else None,
             traceparent=answer.trace_header.get(TRACEPARENT, _traceparent(http)),
