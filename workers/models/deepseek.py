@@ -87,12 +87,14 @@ def _read_attention(hf: HfConfig, *, is_interleaved: bool) -> LatentAttentionCon
     bias = hf.flag("attention_bias")
     if bias and query_rank is None:
         raise UnsupportedModelError("attention_bias is true with a null q_lora_rank; allowed: false, or a rank")
+    if (rope_dim := hf.positive("qk_rope_head_dim")) % 2:
+        raise UnsupportedModelError(f"qk_rope_head_dim is {rope_dim}; allowed: even numbers")
     return LatentAttentionConfig(
         num_heads=hf.positive("num_attention_heads"),
         query_rank=query_rank,
         kv_rank=hf.positive("kv_lora_rank"),
         plain_dim=hf.positive("qk_nope_head_dim"),
-        rope_dim=hf.positive("qk_rope_head_dim"),
+        rope_dim=rope_dim,
         value_dim=hf.positive("v_head_dim"),
         is_interleaved=is_interleaved,
         bias=bias,
