@@ -101,6 +101,25 @@ def copies_of(record: RankRecord) -> int:
     return head_copies((group.num_heads for group in record.geometry.groups), record.sizes.tp)
 
 
+class HostShare(NamedTuple):
+    """Part of a replica's host pages that one rank keeps and stores: those with ``index % num_owners == owner``.
+
+    Ranks that hold the same heads, layers and tokens keep one copy between them.
+    """
+
+    owner: int
+    num_owners: int
+
+    @staticmethod
+    def of(record: RankRecord) -> "HostShare":
+        copies, coords, cp = copies_of(record), record.coords, record.sizes.cp
+        # Modulo cp, owners of host pages are owners of device pages.
+        return HostShare(coords.cp + cp * (coords.tp % copies), cp * copies)
+
+    def has(self, index: int) -> bool:
+        return index % self.num_owners == self.owner
+
+
 def owned_pages(
     mode: TransferMode,
     *,

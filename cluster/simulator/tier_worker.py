@@ -11,7 +11,7 @@ from cluster.simulator.environment import Process
 from cluster.simulator.memory import TORN, Memory, Violation, copy_spans
 from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError
-from cluster.spec.registry import Endpoint, KvOwnership, RankRecord
+from cluster.spec.registry import Endpoint, RankRecord
 from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierPage
 from transfer.backends.interface import Region
 from transfer.page_assignment import local_page
@@ -114,7 +114,7 @@ class VirtualTierWorker:
 
     def _has(self, page: TierPage) -> bool:
         assert self._copier is not None
-        return self._record.ownership is KvOwnership.REPLICATED or self._copier.owns(page)
+        return self._copier.holds(page)
 
     def _check_held(self, job: TierJob) -> None:
         for page in job.pages:
@@ -144,8 +144,7 @@ class VirtualTierWorker:
             return True
         if kind is TierJobKind.LOOK_UP:
             return self._stored(page) is not None and not fails
-        assert page.host is not None
-        slot = page.host // self._record.sizes.cp
+        slot = self._copier.slot(page)
         if kind is TierJobKind.STORE:
             return not fails and self._store(page, bytes(self._memory.filled_host_page(slot)))
         self._memory.filled.add(slot)

@@ -13,6 +13,7 @@ from cluster.spec.registry import AxisSizes, KvOwnership, RankRecord
 from cluster.spec.tiers import TierPage
 from tests.fakes.kv import kv_geometry
 from tests.fakes.paged_ranks import record
+from transfer.page_assignment import HostShare
 from workers.hicache.storage.interface import StorageBackend, StorageObject
 from workers.hicache.storage.page_store import PageStore
 
@@ -84,7 +85,7 @@ class RankStore:
 
     def write(self, pages: Sequence[TierPage]) -> list[bool]:
         """Store the pages that this rank owns."""
-        owned = [page for page in pages if page.index % self.record.sizes.cp == self.record.coords.cp]
+        owned = [page for page in pages if HostShare.of(self.record).has(page.index)]
         for page in owned:
             self.buffer(page)[:] = part_of(page, self.record).data.cast("B")
         return self.store.store(owned, self.buffer, FOREVER_S, self.failures)

@@ -132,6 +132,16 @@ def check_restarted(way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEng
     assert answer.cached == CachedTokens(total=9 * PAGE_SIZE, storage=9 * PAGE_SIZE)
 
 
+@pytest.mark.parametrize("way", [(1, GATHER, 4), (2, GATHER, 2), (2, RING, 2)], ids=str)
+def test_tp_ranks_with_the_same_latents_keep_them_together(
+    way: Way, models: Models, engine: LocalEngine, tmp_path: Path
+) -> None:
+    checkpoint = models.folder("deepseek_v2")
+    oracle = models.oracle(checkpoint, NUM_TOKENS)
+    check_tiers(way, checkpoint, oracle, engine, tmp_path)
+    check_restarted(way, checkpoint, oracle, engine, tmp_path)
+
+
 @pytest.mark.parametrize(
     "ways", [pytest.param(SOME, id="any-two-meet"), pytest.param(ALL, id="all", marks=pytest.mark.full)]
 )

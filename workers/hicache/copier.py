@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cluster.spec.registry import KvOwnership, RankRecord
 from cluster.spec.tiers import TierPage
 from transfer.backends.interface import TransferBackend
-from transfer.page_assignment import local_page
+from transfer.page_assignment import HostShare, copies_of, local_page
 from transfer.page_range import PageRange, Span, batches
 from workers.memory.layerwise_load import LayerwiseLoad
 
@@ -22,7 +22,7 @@ MOST_LAYER_GROUPS = 8
 
 
 class Copier:
-    """Copier of one rank. Each host page belongs to one CP rank, from which other ranks read it if KV is replicated."""
+    """Copier of one rank. Each host page belongs to one rank; others with the same heads and layers read it there."""
 
     def __init__(
         self, records: Sequence[RankRecord], rank: int, memory: "TierMemory", backend: TransferBackend
@@ -31,7 +31,8 @@ class Copier:
         self._record = records[rank]
         self._backend = backend
         self.memory = memory
-        self._peers = {record.coords.cp: record for record in records if _is_peer(record, self._record)}
+        self._share = HostShare.of(self._record)
+        self._peers = {HostShare.of(record).owner: record for record in records if _is_peer(record, self._record)}
 
     def bytes_of(self, page: TierPage) -> int:
         """Return a page's size on this rank. 0 if this rank has none of the layers whose KV is in the page."""
@@ -39,10 +40,21 @@ class Copier:
 
     def owns(self, page: TierPage) -> bool:
         """Return whether this rank keeps its part of the page's host copy."""
-        return page.index % self._record.sizes.cp == self._record.coords.cp and self.bytes_of(page) > 0
+        return self._share.has(page.index) and self.bytes_of(page) > 0
 
     def host_page(self, page: TierPage) -> memoryview:
-        return self.memory.host_page(self._slot(page))[: self.bytes_of(page)]
+        return self.memory.host_page(self.slot(page))[: self.bytes_of(page)]
+
+    def slot(self, page: TierPage) -> int:
+        """Return the index of a page in the host memory of the rank that owns it."""
+        assert page.host is not None, "a tier job without host pages"
+        return page.host // self._share.num_owners
+
+    def holds(self, page: TierPage) -> bool:
+        """Return whether a page belongs on this rank's device."""
+        sizes, coords = self._record.sizes, self._record.coords
+        is_owned = self._record.ownership is KvOwnership.REPLICATED or page.index % sizes.cp == coords.cp
+        return is_owned and self.bytes_of(page) > 0
 
     def save(self, pages: Sequence[TierPage], after: "Event | None") -> int:
         """Copy the pages that this rank owns to host memory. Return the number of bytes copied."""
@@ -102,31 +114,25 @@ class Copier:
         return self.memory.take_in([self._local(page) for page in elsewhere], lifetime, layers, loaded)
 
     def _held(self, pages: Sequence[TierPage]) -> Sequence[TierPage]:
-        """Return the pages that belong on this rank's device."""
-        is_sharded = self._record.ownership is KvOwnership.SHARDED
-        return [page for page in pages if (self.owns(page) if is_sharded else self.bytes_of(page))]
+        return list(filter(self.holds, pages))
 
     def _owned(self, pages: Sequence[TierPage]) -> tuple[list[int], list[int]]:
         """Return the device pages and host slots of the owned pages."""
         owned = [page for page in pages if self.owns(page)]
-        return [self._local(page) for page in owned], [self._slot(page) for page in owned]
+        return [self._local(page) for page in owned], [self.slot(page) for page in owned]
 
     def _local(self, page: TierPage) -> int:
         assert page.device is not None, "a tier job without device pages"
         return local_page(self._record, page.device)
 
-    def _slot(self, page: TierPage) -> int:
-        assert page.host is not None, "a tier job without host pages"
-        return page.host // self._record.sizes.cp
-
     def _read(self, pages: Sequence[TierPage], layers: range | None) -> None:
         """Read pages from the host memory of the ranks that own them into this rank's region."""
-        by_rank: dict[int, list[TierPage]] = {}
+        by_owner: dict[int, list[TierPage]] = {}
         for page in pages:
-            by_rank.setdefault(page.index % self._record.sizes.cp, []).append(page)
-        for cp_rank, owned in by_rank.items():
-            source = self._peers[cp_rank].host_endpoint
-            assert source is not None, f"CP rank {cp_rank} has no host memory"
+            by_owner.setdefault(page.index % self._share.num_owners, []).append(page)
+        for owner, owned in by_owner.items():
+            source = self._peers[owner].host_endpoint
+            assert source is not None, f"rank {self._peers[owner].global_rank} has no host memory"
             spans = [span for page in owned for span in self._spans(page, layers)]
             for batch in batches(spans, READ_SPANS):
                 self._backend.read(source, self.memory.region, batch)
@@ -134,7 +140,7 @@ class Copier:
     def _spans(self, page: TierPage, layers: range | None) -> list[Span]:
         host, device = (
             PageRange(self._record.layout, [number], layers, lifetime=page.lifetime)
-            for number in (self._slot(page), self._local(page))
+            for number in (self.slot(page), self._local(page))
         )
         return host.spans_to(device)
 
@@ -147,5 +153,5 @@ def layer_groups(layers: range) -> Iterator[range]:
 
 def _is_peer(record: RankRecord, mine: RankRecord) -> bool:
     """Return whether a rank holds the same heads and layers as this rank, if not necessarily of the same pages."""
-    here, there = mine.coords, record.coords
-    return (here.dp, here.tp, here.pp) == (there.dp, there.tp, there.pp)
+    here, there, copies = mine.coords, record.coords, copies_of(mine)
+    return (here.dp, here.tp // copies, here.pp) == (there.dp, there.tp // copies, there.pp)

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 from cluster.spec.config import TransferBackendName
 from cluster.spec.hicache_config import HicacheConfig, StorageBackendName
 from cluster.spec.ids import Room
-from cluster.spec.registry import KvOwnership, RankRecord
+from cluster.spec.registry import RankRecord
 from cluster.spec.tiers import RankTiers, Tier, TierJob, TierJobKind, TierPage, TierState
+from transfer.page_assignment import HostShare
 from workers.cache.page_allocator import Lifetimes
 from workers.cache.prefix_tree import PageJournal, PrefixTree
 from workers.hicache.policy.host_index import HostIndex
@@ -28,10 +29,10 @@ class Tiers:
     def __init__(self, config: HicacheConfig, tree: PrefixTree, host_pages: int, records: Sequence[RankRecord]) -> None:
         """Create tiers with ``host_pages`` pages per rank. ``records`` describe all ranks of the replica."""
         self._lifetimes = Lifetimes.of(records[0].geometry)
-        self.host = HostIndex(host_pages, records[0].sizes.cp, self._lifetimes)
+        self.host = HostIndex(host_pages, HostShare.of(records[0]).num_owners, self._lifetimes)
         self._tree = tree
         self._addresses = [record.address for record in records]
-        self._owners = {record.global_rank: record.coords.cp for record in records}
+        self._owners = {record.global_rank: HostShare.of(record).owner for record in records}
         self.jobs = TierJobs(len(records))
         self.loader = HostLoader(self.host, self.jobs)
         self._host_writer = HostWriter(config.write, tree, self.host, self.jobs)
@@ -44,9 +45,8 @@ class Tiers:
         self._is_attached = self._has_storage
         self._is_storing = self._is_draining = False
         self._num_stuck = 0
-        sizes, ownership = records[0].sizes, records[0].ownership
-        is_own = sizes.cp == 1 or ownership is KvOwnership.SHARDED
-        self.can_load_layerwise = sizes.dp == 1 and (is_own or _share_memory(records))
+        is_own = self.host.num_owners == records[0].num_owners
+        self.can_load_layerwise = records[0].sizes.dp == 1 and (is_own or _share_memory(records))
         """True if there is one DP rank, and each rank finds its pages on its own host, so that no copy can fail."""
 
     def advance(self, now_s: float) -> list[tuple[str, TierJob]]:

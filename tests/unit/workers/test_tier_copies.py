@@ -12,7 +12,7 @@ import torch
 
 from cluster.spec.ids import Role
 from cluster.spec.kv import KvGeometry
-from cluster.spec.registry import KvOwnership
+from cluster.spec.registry import AxisSizes, KvOwnership, RankCoords
 from cluster.spec.tiers import TierPage
 from tests.fakes.kv import kv_geometry, two_groups
 from tests.fakes.loopback import Loopback
@@ -48,14 +48,20 @@ ONE_GROUP = kv_geometry()
 class Replica:
     """Ranks whose pages have different bytes."""
 
-    def __init__(self, cp: int, ownership: KvOwnership, *, is_staged: bool, geometry: KvGeometry = ONE_GROUP) -> None:
+    def __init__(
+        self, cp: int, ownership: KvOwnership, *, is_staged: bool, geometry: KvGeometry = ONE_GROUP, tp: int = 1
+    ) -> None:
+        """Create the ranks. With one head, TP ranks hold the same pages."""
         self.loopback = Loopback()
         layout = layout_of(geometry, NUM_PAGES)
-        self.regions = [self.loopback.allocate(layout.pool_bytes) for _ in range(cp)]
-        hosts = [self.loopback.allocate(HOST_PAGES * layout.page_bytes) for _ in range(cp)]
+        self.regions = [self.loopback.allocate(layout.pool_bytes) for _ in range(cp * tp)]
+        hosts = [self.loopback.allocate(HOST_PAGES * layout.page_bytes) for _ in range(cp * tp)]
         self.records = [
             msgspec.structs.replace(
-                record(Role.PREFILL, rank, cp, NUM_PAGES, ownership=ownership),
+                record(Role.PREFILL, rank // tp, cp, NUM_PAGES, ownership=ownership),
+                coords=RankCoords(dp=0, cp=rank // tp, tp=rank % tp, pp=0),
+                sizes=AxisSizes(dp=1, cp=cp, tp=tp, pp=1),
+                global_rank=rank,
                 host_endpoint=host.endpoint,
                 geometry=geometry,
                 layout=layout,
@@ -163,6 +169,31 @@ def test_sharded_pages_are_loaded_on_their_owners(*, is_staged: bool) -> None:
     after = [replica.page(rank, page) for page in range(NUM_PAGES) for rank in range(2)]
     zeros = bytes(len(before[0]))
     assert after == [zeros] * 4 + before[4:8] + before[:4] + before[12:]
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("ownership", KvOwnership)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_ranks_with_the_same_heads_keep_one_copy(cp: int, ownership: KvOwnership, *, is_staged: bool) -> None:
+    tp = 2
+    replica = Replica(cp, ownership, is_staged=is_staged, tp=tp)
+    is_sharded = ownership is KvOwnership.SHARDED
+    for rank, pool in enumerate(replica.pools):
+        pool.bytes.copy_(replica.pools[rank // tp * tp if is_sharded else 0].bytes)
+    before = [pool.bytes.clone() for pool in replica.pools]
+    # Page numbers of a sharded pool are global, and have the same owner as the index.
+    pages = [page_of(index, index, index) for index in range(4)]
+    replica.order("save", pages)
+    for page in pages:
+        owners = [rank for rank, copier in enumerate(replica.copiers) if copier.owns(page)]
+        assert len(owners) == 1, "several ranks keep a page"
+    for pool in replica.pools:
+        pool.bytes.zero_()
+    replica.order("load", pages)
+    held = range(4 // cp) if is_sharded else range(4)
+    for pool, earlier in zip(replica.pools, before, strict=True):
+        assert torch.equal(pool.bytes[held.start : held.stop], earlier[held.start : held.stop])
+        assert not pool.bytes[held.stop :].any(), "a page that nobody asked for was written to"
 
 
 def test_saving_a_page_does_not_touch_its_slot_in_the_region() -> None:

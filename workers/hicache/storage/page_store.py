@@ -13,7 +13,6 @@ from blake3 import blake3
 from cluster.spec.kv import PoolLayout
 from cluster.spec.registry import RankRecord
 from cluster.spec.tiers import StorageFigures, TierPage
-from transfer.page_assignment import copies_of
 from transfer.page_range import batches
 from workers.hicache.storage.interface import Read, StorageBackend, StorageError, StorageObject
 
@@ -51,8 +50,6 @@ class PageStore:
         geometry, layout = record.geometry, record.layout
         self._backend = backend
         self._batch = max(1, min(_BATCH_PAGES, _BATCH_BYTES // layout.page_bytes))
-        self._is_writer = record.coords.tp % copies_of(record) == 0
-        """True if this rank writes. Of the TP ranks with the same heads, only the first writes, but all read."""
         # These fields must be equal for KV to be interchangeable. The served model name may differ.
         facts = (FORMAT_VERSION, weights, geometry.page_size, geometry.num_layers, geometry.groups)
         self._facts = msgspec.msgpack.encode(facts)
@@ -88,7 +85,7 @@ class PageStore:
             errors = iter(self._backend.write(objects) if objects else ())
             return [is_there or _noted(next(errors), failures) for is_there in is_stored]
 
-        return self._in_batches(store_batch, pages, until_s, failures) if self._is_writer else [True] * len(pages)
+        return self._in_batches(store_batch, pages, until_s, failures)
 
     def figures(self) -> StorageFigures | None:
         return self._backend.figures()
