@@ -13,7 +13,7 @@ from cluster.spec.worker_spec import WorkerSpec
 from transfer.sender import SenderThread
 from workers.cache.page_allocator import Lifetimes, PageAllocator
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import StrategyChooser, even_chunk, undivided
+from workers.context_parallel.cost_model import StrategyChooser, efficient_share, even_chunk, undivided
 from workers.handoff.kv_sender import KvSender
 from workers.hicache.copier import Copier
 from workers.hicache.storage.page_store import PageStore
@@ -114,6 +114,7 @@ def _make_prefill_leader(
         rank.layout.page_size,
         prefill.chunk_tokens,
         prefill.max_requests,
+        efficient_share=efficient_share(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens),
         depth=depth,
         max_context_tokens=longest if spec.ownership is KvOwnership.SHARDED else None,
     )

@@ -22,7 +22,7 @@ ALL_REDUCES = 2
 TILE = 256
 """Number of queries and of keys per kernel tile."""
 _FIXED_COSTS = 20
-"""Minimum duration of a full step with a single pipeline stage, as a multiple of the step's fixed cost."""
+"""Minimum duration of an efficient step, as a multiple of the step's fixed cost."""
 MIN_GAIN = 0.02
 """Minimum relative gain for dividing a step. Below it, every rank computes everything."""
 
@@ -276,6 +276,12 @@ def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: 
         return max(1, round(costs.num_tokens(prefix_len, full_s)))
 
     return chunk
+
+
+def efficient_share(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int) -> float:
+    """Return the share of the time of ``chunk_tokens`` of a new prompt from which on a step's fixed costs are small."""
+    costs = _Costs.of(shape, rates, cp)
+    return min(1.0, _FIXED_COSTS * costs.fixed_s / costs.new_prompt_s(chunk_tokens))
 
 
 @dataclass(frozen=True, slots=True)

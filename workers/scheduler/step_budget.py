@@ -1,10 +1,12 @@
 """Order of sequences in a step, and their shares of the step's tokens. No I/O.
 
-A step has a budget of tokens and of time. A share of the time is reserved for the oldest sequence of each length class,
-regardless of priority, so that later arrivals cannot delay a sequence without limit. The rest is granted by priority
-until the budget or the work is used up.
+A step has a budget of tokens and of time. Its time is what the most urgent sequence needs to be complete, but at least
+what makes a step efficient, and at most a full step's. A share of the time is reserved for the oldest sequence of each
+length class, regardless of priority, so that later arrivals cannot delay a sequence without limit. The rest is granted
+by priority until the budget or the work is used up.
 """
 
+from math import ceil
 from typing import NamedTuple
 
 from cluster.spec.ids import Room
@@ -24,13 +26,15 @@ _AGED = 2
 class Precedence(NamedTuple):
     """Position of a sequence among those that compete for a step's tokens."""
 
+    num_steps: int
+    """Number of steps that the sequence takes."""
     length: int
-    """Length class: log2 of the number of steps that the sequence takes."""
+    """Length class: log2 of the number of steps."""
     sort_key: SortKey
 
 
 def precedence(
-    *, priority: int, arrival_number: int, prefix_len: int, pending_len: int, chunk_tokens: int, age_steps: int = 0
+    *, priority: int, arrival_number: int, prefix_len: int, pending_len: int, chunk_tokens: float, age_steps: int = 0
 ) -> Precedence:
     """Return a sequence's precedence: by priority, then least work, then longest prefix within a window, then arrival.
 
@@ -41,11 +45,12 @@ def precedence(
     Args:
         prefix_len: number of tokens that have KV.
         pending_len: number of tokens without KV.
+        chunk_tokens: number of tokens after the prefix that make a step efficient.
     """
-    num_steps = max(1, -(-pending_len // chunk_tokens))
+    num_steps = max(1, ceil(pending_len / chunk_tokens))
     length = num_steps.bit_length()
     aged = max(min(length, _AGED), length - (age_steps // num_steps).bit_length())
-    return Precedence(length, (priority, aged, arrival_number // WINDOW, -prefix_len, arrival_number))
+    return Precedence(num_steps, length, (priority, aged, arrival_number // WINDOW, -prefix_len, arrival_number))
 
 
 class Budget:
@@ -54,14 +59,21 @@ class Budget:
     def __init__(
         self, num_tokens: int, max_requests: int, chunk: ChunkLen, max_context_tokens: int | None = None
     ) -> None:
-        """Create a budget. ``max_context_tokens`` limits a step with several requests and counts their prefixes."""
+        """Create the budget of a full step. ``max_context_tokens`` limits a step with several requests and counts their
+        prefixes.
+        """
         self._num_left = num_tokens
         self._context_left = max_context_tokens
-        self._time_left = 1.0
+        self._time = self._time_left = 1.0
         self._max_requests = max_requests
         self._chunk = chunk
         self.granted: dict[Room, int] = {}
         """Number of tokens by scheduled request, in the order of the requests' first grants."""
+
+    def shorten(self, share: float) -> None:
+        """Make a share of a full step of it, before anything is granted but streams."""
+        self._num_left = ceil(self._num_left * share)
+        self._time, self._time_left = share, self._time_left * share
 
     def is_open(self, room: Room) -> bool:
         """Return whether the step can grant the room more tokens."""
@@ -77,7 +89,8 @@ class Budget:
     def grant_share(self, room: Room, prefix_len: int, num_tokens: int, share: float) -> int:
         """Grant a room its initial share of the step, at least one token. Return the number of tokens."""
         chunk = self._chunk(prefix_len)
-        return self._add(room, prefix_len, min(num_tokens, max(1, int(share * min(chunk, self._num_left)))), chunk)
+        most = int(share * min(chunk * self._time, self._num_left))
+        return self._add(room, prefix_len, min(num_tokens, max(1, most)), chunk)
 
     def grant_stream(self, room: Room, prefix_len: int) -> int:
         """Grant one token to a room if time is left. Return the number of tokens. Requires ``is_open``."""

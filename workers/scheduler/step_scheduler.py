@@ -8,6 +8,7 @@ In each phase, tenants that compete for the step take turns. ``holders`` tracks 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
+from math import ceil
 
 from msgspec.structs import replace
 
@@ -35,6 +36,10 @@ class StepLimits:
     max_requests: int
     oldest_share: float = 0.25
     """Share of a step's time reserved for the oldest sequences, which others can therefore delay at most fourfold."""
+    efficient_share: float = 1.0
+    """Share of a full step's time from which on a step's fixed costs are small. A step takes longer only for the most
+    urgent sequence, so that prompts do not wait for others to be complete.
+    """
     depth: int = 1
     """Maximum number of steps under way. Each pipeline stage computes a different step."""
     max_context_tokens: int | None = None
@@ -117,8 +122,10 @@ class StepScheduler:
         budget = Budget(limits.chunk_tokens, limits.max_requests, self._chunk, limits.max_context_tokens)
         self._schedule_streams(budget)
         candidates = self._find_candidates(budget)
+        share = self._step_share(candidates)
+        budget.shorten(share)
         self._schedule_oldest(candidates, budget)
-        self._schedule_by_priority(candidates, budget)
+        self._schedule_by_priority(candidates, budget, ceil(limits.chunk_tokens * share))
         self._shares.settle()
         return self._make_plan(budget.granted) if budget.granted else None
 
@@ -188,6 +195,14 @@ class StepScheduler:
         precedences = {sequence.room: self._precedence(sequence) for sequence in sequences}
         return _Candidates(sequences, precedences, is_alone, computed_by)
 
+    def _step_share(self, candidates: _Candidates) -> float:
+        """Return the share of a full step that is efficient and in which the most urgent sequence can be complete."""
+        urgent = min(candidates.precedences.values(), key=lambda each: each.sort_key, default=None)
+        others_share = 1 - self._oldest_share
+        if urgent is None or others_share <= 0:
+            return 1.0
+        return min(1.0, self._limits.efficient_share * urgent.num_steps / others_share)
+
     def _schedule_oldest(self, candidates: _Candidates, budget: Budget) -> None:
         """Grant a share of the step to each length class's oldest sequence that has pages or can get them. Among
         tenants that compete, it is the oldest sequence of the one that has used least.
@@ -213,11 +228,11 @@ class StepScheduler:
             return share
         return max(2 * share - 1, 0.0) if self._step % 2 else min(2 * share, 1.0)
 
-    def _schedule_by_priority(self, candidates: _Candidates, budget: Budget) -> None:
+    def _schedule_by_priority(self, candidates: _Candidates, budget: Budget, step_tokens: int) -> None:
         """Grant the rest of the step in order of priority, in turns of tenants. If another sequence computes a
         sequence's next page, the turn goes to that other sequence, and the page is found in the cache later.
         """
-        turn_tokens = self._limits.chunk_tokens
+        turn_tokens = step_tokens
         if candidates.num_tenants > 1:
             turn_tokens = -(-turn_tokens // TURNS)
         turns = Turns(candidates.by_priority(), self._shares)
@@ -283,7 +298,7 @@ class StepScheduler:
             arrival_number=sequence.arrival_number,
             prefix_len=prefix_len,
             pending_len=len(sequence.tokens) - prefix_len,
-            chunk_tokens=min(self._chunk(prefix_len), self._limits.chunk_tokens),
+            chunk_tokens=min(self._chunk(prefix_len), self._limits.chunk_tokens) * self._limits.efficient_share,
             age_steps=self._step - sequence.first_step,
         )
 
