@@ -25,17 +25,18 @@ class Series:
     def slope(self, warm_up_s: float, least_s: float) -> float | None:
         """Return the growth in MiB per minute after the warm-up, or None if the process is too young.
 
-        What counts is the least memory of each minute, which is what the process keeps after bursts.
+        What counts is the least memory of each tenth of the time, which is what the process keeps after bursts.
         """
         kept = [point for point in self.points if point[0] >= self.points[0][0] + warm_up_s]
         if not kept or kept[-1][0] - kept[0][0] < max(least_s, 120.0):
             return None
-        return 60 * linear_regression(*zip(*_least(kept), strict=True)).slope
+        tenth_s = (kept[-1][0] - kept[0][0]) / 10
+        return 60 * linear_regression(*zip(*_least(kept, tenth_s), strict=True)).slope
 
     @property
     def least_mib(self) -> list[int]:
         """The least memory of each minute, in MiB."""
-        return [round(mib) for _, mib in _least(self.points)]
+        return [round(mib) for _, mib in _least(self.points, 60.0)]
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,10 @@ class Census:
         return found
 
 
-def _least(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the point with the least memory of each minute."""
-    minutes = groupby(points, key=lambda point: (point[0] - points[0][0]) // 60)
-    return [min(part, key=itemgetter(1)) for _, part in minutes]
+def _least(points: Sequence[tuple[float, float]], seconds: float) -> list[tuple[float, float]]:
+    """Return the point with the least memory of each interval of some seconds."""
+    intervals = groupby(points, key=lambda point: (point[0] - points[0][0]) // seconds)
+    return [min(part, key=itemgetter(1)) for _, part in intervals]
 
 
 def _resident_mib(pid: int) -> float | None:

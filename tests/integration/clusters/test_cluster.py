@@ -16,16 +16,12 @@ import httpx
 import openai
 import pytest
 
-from cluster.bench.dataset import read_trace
-from cluster.bench.workload import trace_workload
 from cluster.channel import Outbox, draw_key
 from cluster.cli.running import find_running
 from cluster.spec.messages import Drain
 from tests.fakes.clients import NEEDLE_TOKENS, crowd, streaming_clients
 from tests.fakes.cluster import BATON, RunningCluster, is_ready, listener_pid, running_cluster
 from tests.fakes.recall_prompts import chain_prompt, needle_prompt, recall_oracle
-from tests.fakes.trace_events import check_trace, complete_events, process_names
-from tests.fakes.traces import prompt_ids, unbounded_hit_rate, write_trace
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT, MAX_NEW_TOKENS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -205,58 +201,6 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(cluster: Runni
     assert "131072" in answer.json()["error"]["message"]
 
 
-def test_a_trace_shows_what_every_rank_did_for_one_request(cluster: RunningCluster, tmp_path: Path) -> None:
-    out = tmp_path / "trace.json"
-    _bench(cluster, "--num-requests", "1", "--input-len", "9000", "--output-len", "4", "--trace-out", str(out))
-    trace = json.loads(out.read_text())
-    check_trace(trace)
-    assert trace["otherData"] == {"ranks that did not answer": [], "omitted intervals": {}}
-    did = {
-        name: [event for event in complete_events(trace) if event["pid"] == pid]
-        for pid, name in process_names(trace).items()
-    }
-    assert list(did) == ["router", "prefill-0 rank 0", "prefill-0 rank 1", "decode-0 rank 0"]
-    for rank in ("prefill-0 rank 0", "prefill-0 rank 1"):
-        assert _total(did[rank], "step", "tokens") == 9000
-        assert _track(did[rank], "collectives")
-    pages = sum(_total(did[f"prefill-0 rank {rank}"], "write", "pages") for rank in (0, 1))
-    assert pages == -(-9000 // PAGE_SIZE)
-    for rank in ("prefill-0 rank 0", "prefill-0 rank 1"):
-        writes = [event["args"]["pages"] for event in did[rank] if event["name"] == "write"]
-        assert writes[-2] == 0, "the last pages left all at once, not the layers that were there before the others"
-    assert _total(did["decode-0 rank 0"], "step", "tokens") == 3
-    assert [event["name"] for event in _track(did["prefill-0 rank 0"], "request")] == ["queued", "scheduled", "sending"]
-    states = [event["name"] for event in _track(did["decode-0 rank 0"], "request")]
-    assert states == ["queued", "receiving", "verifying", "running"]
-
-
-def test_the_time_of_each_phase_is_reported(cluster: RunningCluster) -> None:
-    body = {"model": "recall", "prompt": needle_prompt(3000, 0.5, seed=97), "max_tokens": 2}
-    headers = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=300).raise_for_status().headers
-    times = {name: float(ms) for name, ms in (part.split(";dur=") for part in headers["server-timing"].split(", "))}
-    ttft = times.pop("ttft")
-    assert times.keys() >= {"preprocess", "queue", "decode-queue", "bootstrap", "prefill", "transfer", "delivery"}
-    assert min(times.values()) >= 0
-    assert times["prefill"] > 0
-    assert sum(times.values()) == pytest.approx(ttft, rel=0.001)
-    reported = [
-        f'baton_{name}_total{{rank="1",replica="prefill-0"}}' for name in ("kv_transfer_bytes", "rank_step_seconds")
-    ]
-    for line in (*reported, 'baton_prefill_steps_total{passing="",replica="prefill-0",strategy='):
-        cluster.wait_until(lambda line=line: line in httpx.get(f"{cluster.url}/metrics", timeout=60).text, 60)
-
-
-def test_a_replayed_trace_hits_as_often_as_an_endless_cache_would(cluster: RunningCluster, tmp_path: Path) -> None:
-    trace = write_trace(tmp_path / "trace.jsonl", num_requests=40)
-    report = _bench(
-        cluster, "--dataset", str(trace), "--trace-scale", "0.25", "--trace-speed", "100", "--concurrency", "4"
-    )
-    assert (report["completed"], report["failed"]) == (40, 0)
-    assert 0.2 < report["hit_rate"] < 0.95
-    prompts = [prompt_ids(request) for request in trace_workload(read_trace(trace), scale=0.25).requests]
-    assert report["hit_rate"] == pytest.approx(unbounded_hit_rate(prompts, 64), abs=0.005)
-
-
 def test_no_secret_is_in_a_command_line(cluster: RunningCluster) -> None:
     del cluster
     token = find_running(NAME).token
@@ -356,14 +300,6 @@ def test_a_lost_rank_restarts_its_replica(cluster: RunningCluster, replica: str,
     cluster.wait_until(cluster.is_empty, 60)
 
 
-def _bench(cluster: RunningCluster, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "cluster.cli", "bench", "serve", "--url", cluster.url, "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
-
-
 def _kill_listener(url: str) -> None:
     os.kill(listener_pid(f"tcp://{httpx.URL(url).netloc.decode()}"), signal.SIGKILL)
 
@@ -382,14 +318,6 @@ def _order(*arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "cluster.cli", *arguments, "--cluster", NAME]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stderr
-
-
-def _track(events: list[dict[str, Any]], track: str) -> list[dict[str, Any]]:
-    return [event for event in events if event["cat"] == track]
-
-
-def _total(events: list[dict[str, Any]], name: str, fact: str) -> int:
-    return sum(event["args"][fact] for event in events if event["name"].startswith(name))
 
 
 def _is_renewed(cluster: RunningCluster, replica: str, incarnation: int) -> bool:
