@@ -252,7 +252,7 @@ class Gate:
 
     def look(self) -> None:
         """Admit the requests for which there is capacity now. Called whenever capacity may have changed."""
-        if self._is_looking:
+        if self._is_looking or not self._waiting:
             return
         self._is_looking = True
         try:

@@ -99,9 +99,12 @@ class TextWriter(ABC):
     def _write_logprobs(self, chunk: OutputChunk) -> Sequence[msgspec.Raw]: ...
 
     async def prepare(self, chunk: OutputChunk) -> None:
-        chunk.written_logprobs = self._write_logprobs(chunk)
-        prompt, given, num_top = self._prompt_of(chunk), chunk.prompt_logprobs, self._num_prompt_logprobs
-        if num_top is not None and prompt.logprobs is None and len(given) == len(prompt.token_ids) - 1:
+        if chunk.logprobs:
+            chunk.written_logprobs = self._write_logprobs(chunk)
+        if (num_top := self._num_prompt_logprobs) is None:
+            return
+        prompt, given = self._prompt_of(chunk), chunk.prompt_logprobs
+        if prompt.logprobs is None and len(given) == len(prompt.token_ids) - 1:
             prompt.logprobs = await prompt_logprobs(self._tokenizer, prompt.token_ids, given, num_top)
 
 
@@ -170,7 +173,7 @@ class ChatWriter(TextWriter):
         return part
 
     def _write_logprobs(self, chunk: OutputChunk) -> Sequence[msgspec.Raw]:
-        return chat_logprobs(self._tokenizer, chunk) if chunk.logprobs else ()
+        return chat_logprobs(self._tokenizer, chunk)
 
     def _logprobs(self, chunk: OutputChunk) -> ChatLogprobs | None:
         return ChatLogprobs(content=[*chunk.written_logprobs]) if chunk.written_logprobs else None
@@ -229,13 +232,15 @@ class CompletionWriter(TextWriter):
         return opening + self._frame([self._choice(chunk, prompt, prompt_token_ids)], usage)
 
     def _write_logprobs(self, chunk: OutputChunk) -> Sequence[msgspec.Raw]:
-        return top_logprobs(self._tokenizer, chunk) if chunk.logprobs else ()
+        return top_logprobs(self._tokenizer, chunk)
 
     async def prepare(self, chunk: OutputChunk) -> None:
         await super().prepare(chunk)
+        if not self._with_logprobs:
+            return
         prompt, given = self._prompt_of(chunk), chunk.prompt_logprobs
         is_new = prompt.echo_logprobs is None and len(given) == len(prompt.token_ids) - 1
-        if self._with_logprobs and prompt.echo is not None and is_new:
+        if prompt.echo is not None and is_new:
             prompt.echo_logprobs = await echo_logprobs(self._tokenizer, prompt, given)
 
     def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
