@@ -42,7 +42,7 @@ from tests.fuzz.http_surface import HTTP, BootstrapSurface, heads, requests, sur
 from tests.fuzz.mutate import Codec
 from tests.fuzz.samples import messages
 from tests.readme import ROOT
-from workers.engine.weights import CheckpointError, stored_tensors
+from workers.engine.checkpoint_files import CheckpointError, stored_tensors
 from workers.models.interface import UnsupportedModelError
 from workers.models.registry import read_model_config
 
@@ -215,7 +215,8 @@ _CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 99, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "eos_token_id": [1, 2], "layer_types": ["full_attention"],
-    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}, "quantization_config": None,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0},
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
 }  # fmt: skip
 _TRACE = b'{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}\n' * 2
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.fp8_checkpoints import to_fp8_blocks
 from tests.readme import ROOT
 
 pytestmark = pytest.mark.integration
@@ -47,6 +48,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             root / "qwen3_moe", "qwen3_moe", num_experts=16, moe_intermediate_size=512, num_hidden_layers=1, **SIZES
         ),
     }
+    fp8 = make_checkpoint(root / "fp8", "llama", intermediate_size=4096, num_hidden_layers=2, **SIZES)
+    folders["llama in FP8"] = to_fp8_blocks(fp8, (128, 128), num_files=4)
     for folder in folders.values():
         assert len(list(folder.glob("*.safetensors"))) > 3
     return folders
@@ -104,6 +107,7 @@ def stored_bytes(folder: Path) -> int:
         ("llama", {"tp": 4}, "bfloat16"),
         ("llama", {"pp": 2}, "float32"),
         ("qwen3_moe", {"tp": 4, "ep": 4}, "float32"),
+        ("llama in FP8", {"tp": 4}, "bfloat16"),
         pytest.param("qwen3_moe", {"tp": 4, "ep": 2}, "float32", marks=pytest.mark.full),
     ],
 )
@@ -112,7 +116,7 @@ def test_a_rank_takes_its_share_and_one_tensor(
 ) -> None:
     loading = load(folders[family], axes, dtype=dtype)
     size = 2 if "pp" in axes else 4
-    whole = stored_bytes(folders[family]) // (2 if dtype == "bfloat16" else 1)
+    whole = stored_bytes(folders[family.removesuffix(" in FP8")]) // (2 if dtype == "bfloat16" else 1)
     assert loading.share < 1.1 * whole / size
     assert loading.share * 0.9 < loading.most < loading.share + loading.largest + SLACK
 

@@ -4,38 +4,27 @@
 with code 2.
 """
 
-import json
 import logging
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from cluster.spec.errors import UserError
 from cluster.spec.memory import GIB
 from workers.device import CPU, Device
+from workers.engine.checkpoint_files import CheckpointError, StoredTensor, open_reader, shortened, stored_tensors
 from workers.layers.shard import ShardedLayer, WeightShard
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
 from workers.parallel.collectives import ModelGroups
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-NAMES_SHOWN = 8
+from workers.quant.interface import StoredWeight, TensorSpec
 
 _log = logging.getLogger(__name__)
-
-
-class CheckpointError(UserError):
-    """Checkpoint whose files are missing, damaged, or inconsistent with config.json. The message names the files."""
 
 
 def load_model(
@@ -45,7 +34,7 @@ def load_model(
     device: Device = CPU,
     groups: ModelGroups | None = None,
 ) -> DecoderModel:
-    """Load a rank's part of the model in a folder, one tensor at a time.
+    """Load a rank's part of the model in a folder, one tensor at a time. Quantized weights are dequantized.
 
     Args:
         dtype: number format. None selects the checkpoint's own.
@@ -53,7 +42,7 @@ def load_model(
 
     Raises:
         UnsupportedModelError: the engine cannot run the model, or cannot divide it among these ranks.
-        CheckpointError: tensors are missing, unexpected or have the wrong shape. The message names them.
+        CheckpointError: tensors are missing, unexpected or have the wrong shape or dtype. The message names them.
     """
     start_s = time.monotonic()
     config = read_model_config(folder)
@@ -64,6 +53,7 @@ def load_model(
     _fill(model, config, folder)
     num_bytes = sum(weight.nbytes for weight in model.parameters())
     model.pack()
+    _log.info("weights are stored as %s and kept in %s", config.weight_format, str(dtype).removeprefix("torch."))
     _log.info("loaded %.3g GiB of weights in %.3g s", num_bytes / GIB, time.monotonic() - start_s)
     return model
 
@@ -85,28 +75,22 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """File and shape of a tensor on disk."""
-
-    file: Path
-    shape: tuple[int, ...]
-
-
 def _fill(model: DecoderModel, config: DecoderConfig, folder: Path) -> None:
-    expected, stored, copies = model.weights(), stored_tensors(folder), config.copies
+    shards, stored, copies = model.weights(), stored_tensors(folder), config.copies
+    weights = _stored_weights(config, shards, stored)
+    expected = _tensors_of(weights)
     # Other ranks' weights are built only if needed.
     if others := _others(config, expected, stored):
-        others -= _whole_model(config).weights().keys()
+        others -= _tensors_of(_stored_weights(config, _whole_model(config).weights(), stored)).keys()
     _check_fit(folder, expected, stored, unexpected=others)
     for file in sorted({tensor.file for tensor in stored.values()}):
-        with _open_tensors(file) as tensors:
-            for name, part in expected.items():
+        with open_reader(stored, file) as read:
+            for name, shard in shards.items():
                 if stored[name].file == file:
-                    part.fill(tensors.get_slice(name)[part.index])
+                    weights[name].load(shard.index, shard.cleared(), read)
     for copy, original in copies.items():
-        if copy in stored and original in expected:
-            _check_copy(copy, stored[copy], original, expected[original])
+        if copy in stored and original in shards:
+            _check_copy(copy, stored, original, shards[original])
 
 
 def check_weights(folder: Path) -> None:
@@ -114,11 +98,25 @@ def check_weights(folder: Path) -> None:
 
     Raises:
         UnsupportedModelError: the engine cannot run the model.
-        CheckpointError: files are missing or damaged, or tensors are missing, unexpected or have the wrong shape.
+        CheckpointError: files are missing or damaged, or tensors are missing, unexpected or have the wrong shape or
+            dtype.
     """
     config = read_model_config(folder)
-    expected, stored = _whole_model(config).weights(), stored_tensors(folder)
+    stored = stored_tensors(folder)
+    expected = _tensors_of(_stored_weights(config, _whole_model(config).weights(), stored))
     _check_fit(folder, expected, stored, unexpected=_others(config, expected, stored))
+
+
+def _stored_weights(
+    config: DecoderConfig, shards: Mapping[str, WeightShard], stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredWeight]:
+    """Return how the checkpoint stores each weight."""
+    dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+    return {name: config.weight_format.weight(name, shard.whole, dtypes.get(name)) for name, shard in shards.items()}
+
+
+def _tensors_of(weights: Mapping[str, StoredWeight]) -> dict[str, TensorSpec]:
+    return {name: spec for weight in weights.values() for name, spec in weight.tensors().items()}
 
 
 def _others(config: DecoderConfig, expected: Collection[str], stored: Collection[str]) -> set[str]:
@@ -133,70 +131,35 @@ def _whole_model(config: DecoderConfig) -> DecoderModel:
         return DecoderModel(config, dtype=torch.float32, device=CPU)
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """List a checkpoint's tensors without reading them. Raises CheckpointError."""
-    stored: dict[str, StoredTensor] = {}
-    for file in _weight_files(folder):
-        with _open_tensors(file) as tensors:
-            # `tensors` is a handle of the safetensors library, not a mapping.
-            for name in tensors.keys():  # noqa: SIM118
-                stored[name] = StoredTensor(file, tuple(tensors.get_slice(name).get_shape()))
-    return stored
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.exists():
-        return [single]
-    if not index.exists():
-        others = sorted(path.name for path in folder.glob("*.bin"))
-        found = f"; found: {_shortened(others)}, which Baton does not read" if others else ""
-        raise CheckpointError(f"{folder} contains no weights: neither {SINGLE_FILE} nor {INDEX_FILE}{found}")
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        present = {path.name for path in folder.iterdir()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
-    # Names that contain a directory are not allowed.
-    absent = [str(shard) for shard in shards if shard not in present]
-    if absent:
-        raise CheckpointError(f"{folder} lacks files listed in {INDEX_FILE}: {_shortened(absent)}")
-    return [folder / shard for shard in shards]
-
-
-@contextmanager
-def _open_tensors(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
-    except SafetensorError as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
-
-
 def _check_fit(
-    folder: Path, expected: Mapping[str, WeightShard], stored: Mapping[str, StoredTensor], unexpected: set[str]
+    folder: Path, expected: Mapping[str, TensorSpec], stored: Mapping[str, StoredTensor], unexpected: set[str]
 ) -> None:
-    misshapen = [
-        f"{name} is {list(stored[name].shape)} but should be {list(part.whole)}"
-        for name, part in expected.items()
-        if name in stored and stored[name].shape != part.whole
-    ]
-    found = {"missing": expected.keys() - stored, "unexpected": unexpected, "wrong shape": misshapen}
-    problems = [f"{kind}: {_shortened(names)}" for kind, names in found.items() if names]
+    both = [(name, stored[name], spec) for name, spec in expected.items() if name in stored]
+    found: dict[str, Collection[str]] = {
+        "missing": expected.keys() - stored,
+        "unexpected": unexpected,
+        "wrong shape": [
+            f"{name} is {list(tensor.shape)} but should be {list(spec.shape)}"
+            for name, tensor, spec in both
+            if tensor.shape != spec.shape
+        ],
+        "wrong dtype": [
+            f"{name} is {tensor.dtype} but should be {' or '.join(spec.dtypes)}"
+            for name, tensor, spec in both
+            if tensor.dtype not in spec.dtypes
+        ],
+    }
+    problems = [f"{kind}: {shortened(names)}" for kind, names in found.items() if names]
     if problems:
         raise CheckpointError(f"the tensors in {folder} do not match its config.json; {'; '.join(problems)}")
 
 
-def _check_copy(name: str, copy: StoredTensor, original: str, part: WeightShard) -> None:
-    with _open_tensors(copy.file) as tensors:
-        stored = tensors.get_slice(name)[part.index].to(part.target)
-        if copy.shape != part.whole or not torch.equal(stored, part.target[: len(stored)]):
-            raise CheckpointError(f"config.json ties {name} to {original}, but {copy.file} has different values")
-
-
-def _shortened(names: Collection[str]) -> str:
-    shown = ", ".join(sorted(names)[:NAMES_SHOWN])
-    return shown if len(names) <= NAMES_SHOWN else f"{shown} and {len(names) - NAMES_SHOWN} more"
+def _check_copy(name: str, stored: Mapping[str, StoredTensor], original: str, shard: WeightShard) -> None:
+    file = stored[name].file
+    with open_reader(stored, file) as read:
+        copy = read(name, shard.index).to(shard.target)
+        if stored[name].shape != shard.whole or not torch.equal(copy, shard.target[: len(copy)]):
+            raise CheckpointError(f"config.json ties {name} to {original}, but {file} has different values")
 
 
 def random_model(config: DecoderConfig, dtype: torch.dtype, device: Device) -> DecoderModel:

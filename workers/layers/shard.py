@@ -55,11 +55,12 @@ class WeightShard:
         """Return the index of the stored elements to read."""
         return tuple(shard.stored for shard in self.shards)
 
-    def fill(self, stored: Tensor) -> None:
-        """Copy the elements read with ``index`` into the target, and fill the rest with zeros."""
-        if stored.shape != self.target.shape:
+    def cleared(self) -> Tensor:
+        """Return the part of the target that the stored elements at ``index`` fill, and fill the rest with zeros."""
+        sizes = tuple(stored.stop - stored.start for stored in self.index)
+        if sizes != self.target.shape:
             self.target.zero_()
-        self.target[tuple(map(slice, stored.shape))].copy_(stored)
+        return self.target[tuple(map(slice, sizes))]
 
 
 class ShardedLayer(nn.Module):

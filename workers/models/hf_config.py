@@ -17,9 +17,13 @@ from workers.layers.config import (
     RopeType,
 )
 from workers.models.interface import DecoderConfig, Dtype, UnsupportedModelError
+from workers.quant.interface import UnsupportedFormatError, WeightFormat
+from workers.quant.registry import read_weight_format
 
 MOST_LAYERS = 4096
 """Maximum number of layers. A larger number means a damaged file and would fill the reader's memory."""
+_MODELOPT_FILE = "hf_quant_config.json"
+"""File in which ModelOpt describes a quantized checkpoint, sometimes without `quantization_config` in config.json."""
 ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
 _NEEDED_KEYS: Mapping[RopeType, tuple[str, ...]] = {
     "default": (),
@@ -41,8 +45,10 @@ class HfConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> "HfConfig":
         """Read a folder. Raises UnsupportedModelError if it has no config.json, or one that is not a JSON object."""
-        generation = folder / "generation_config.json"
-        return cls(_read_json(folder / "config.json"), _read_json(generation) if generation.exists() else {})
+        generation, raw = folder / "generation_config.json", _read_json(folder / "config.json")
+        if (folder / _MODELOPT_FILE).exists() and not raw.get("quantization_config"):
+            raw = {**raw, "quantization_config": {"quant_method": "modelopt"}}
+        return cls(raw, _read_json(generation) if generation.exists() else {})
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.raw.get(key, default)
@@ -74,6 +80,14 @@ class HfConfig:
             if name == dtype:
                 return dtype
         raise UnsupportedModelError(f"dtype is {name!r}; allowed: {', '.join(known)}")
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """Return the format of stored weights. Raises UnsupportedModelError."""
+        try:
+            return read_weight_format(self.raw.get("quantization_config"))
+        except UnsupportedFormatError as error:
+            raise UnsupportedModelError(str(error)) from error
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -174,6 +188,7 @@ def read_decoder(
         eos_token_ids=hf.eos_token_ids,
         renamed=renamed or {},
         num_draft_layers=num_draft_layers,
+        weight_format=hf.weight_format,
     )
 
 
@@ -244,9 +259,6 @@ def uses_windows(hf: HfConfig) -> bool:
 
 
 def _refuse_unsupported(hf: HfConfig) -> None:
-    if quantization := hf.get("quantization_config"):
-        method = quantization.get("quant_method", "unnamed")
-        raise UnsupportedModelError(f"the checkpoint is quantized ({method}); allowed: float32, bfloat16, float16")
     activation = hf.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"hidden_act is {activation!r}; allowed: 'silu'")

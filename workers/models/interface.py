@@ -1,7 +1,8 @@
 """Model configuration of any family, with the answers to four questions. Does not import torch.
 
 1. What layers does the model have? `workers.models.decoder` builds them from the configuration.
-2. What does the checkpoint call a weight? `checkpoint_name`, `copies`, `is_ignored`. Layers know how it is sharded.
+2. What does the checkpoint call a weight, and how does it store it? `checkpoint_name`, `copies`, `is_ignored`,
+   `weight_format`. Layers know how it is sharded.
 3. What does the model store for each token? `kv_groups`.
 4. What does the model cost? `layer_costs`, `experts_per_token`, `cost`.
 """
@@ -17,6 +18,8 @@ from cluster.spec.errors import UserError
 from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, attention_group
 from workers.context_parallel.cost_model import ModelShape
 from workers.layers.config import AnyAttentionConfig, FeedForwardConfig, MoeConfig, RopeConfig
+from workers.quant.interface import WeightFormat
+from workers.quant.plain import PlainFormat
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 INPUT_TABLE = "embed_tokens.weight"
@@ -98,6 +101,8 @@ class DecoderConfig:
     """Checkpoint names of modules that differ from the usual names, by module name."""
     num_draft_layers: int = 0
     """Number of layers for speculative decoding that a checkpoint may contain after the others. They are ignored."""
+    weight_format: WeightFormat = field(default_factory=PlainFormat)
+    """Format in which the checkpoint stores weights. They are loaded in the model's dtype."""
 
     def __post_init__(self) -> None:
         attention = self.attention

@@ -74,6 +74,16 @@ def test_the_stage_with_most_weights_counts(
     assert memory.weights * GIB == expected * DTYPE_BYTES[dtype]
 
 
+def test_weights_in_fp8_blocks_count_in_the_dtype_in_which_they_are_kept(tmp_path: Path) -> None:
+    shape = {"architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": WIDTH}
+    shape |= {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
+    shape |= {"num_hidden_layers": LAYERS, "vocab_size": VOCAB, "max_position_embeddings": 4096}
+    shape |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    memory = memory_of(f"model: {{path: {tmp_path}}}", Role.DECODE)
+    assert memory.weights * GIB == 2 * (2 * TABLE + 5 * LAYER)
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [

@@ -176,6 +176,10 @@ def test_a_bad_key_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) 
         (lambda folder: (folder / "tokenizer.json").write_text('{"a'), "tokenizer.json is not a tokenizer: "),
         (lambda folder: os.truncate(folder / "model.safetensors", 100_000), "model.safetensors is damaged: "),
         (lambda folder: edit_config(folder, "intermediate_size", 7), "do not match its config.json; wrong shape: "),
+        (
+            lambda folder: edit_config(folder, "quantization_config", {"quant_method": "awq"}),
+            "quant_method is 'awq'; allowed: 'fp8', or an unquantized checkpoint",
+        ),
     ],
 )
 def test_missing_and_damaged_files_are_found_before_the_start(

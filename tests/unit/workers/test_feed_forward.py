@@ -131,7 +131,7 @@ def filled(block: Block) -> Block:
     }
     for name, part in parts.items():
         whole = torch.randn(part.whole, generator=torch.Generator().manual_seed(sum(name.encode())))
-        part.fill(whole[part.index])
+        part.cleared().copy_(whole[part.index])
     return block
 
 

@@ -217,7 +217,7 @@ def raw_config() -> dict[str, Any]:
         ({**QWEN2_MOE, "shared_expert_intermediate_size": 0}, ["shared_expert_intermediate_size", "positive", "0"]),
         ({"architectures": None}, ["architectures", "Qwen3ForCausalLM"]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers is 1000000000", "at most 4096"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantized", "fp8", "bfloat16"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quant_method is 'awq'", "allowed: 'fp8'"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
         ({"layer_types": ["full_attention", "linear_attention"]}, ["linear_attention", "sliding_attention"]),
         ({"layer_types": ["full_attention"]}, ["layer_types has 1 entries", "2 entries of full_attention"]),

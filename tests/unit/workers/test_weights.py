@@ -19,8 +19,9 @@ from cluster.spec.config import ParallelConfig
 from cluster.spec.errors import UserError
 from tests.fakes.checkpoints import DENSE, FAMILIES, MOE, make_checkpoint
 from tests.fakes.thread_layout import tp_groups
-from workers.engine import weights
-from workers.engine.weights import CheckpointError, load_model
+from workers.engine import checkpoint_files
+from workers.engine.checkpoint_files import CheckpointError
+from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
 from workers.models.resolve import DESCRIPTION, resolve_model
 from workers.parallel.collectives import Communicator, ModelGroups
@@ -77,13 +78,13 @@ class Reads:
             with safe_open(file, framework=framework) as tensors:
                 yield SimpleNamespace(keys=tensors.keys, get_slice=lambda name: self._slice(name, tensors))
 
-        monkeypatch.setattr(weights, "safe_open", counted)
+        monkeypatch.setattr(checkpoint_files, "safe_open", counted)
 
     def _slice(self, name: str, tensors: Any) -> Any:
         part = tensors.get_slice(name)
 
         class Slice:
-            get_shape = part.get_shape
+            get_shape, get_dtype = part.get_shape, part.get_dtype
 
             def __getitem__(_, index: tuple[slice, ...]) -> Tensor:  # noqa: N805 - self is the reader
                 read: Tensor = part[index]
