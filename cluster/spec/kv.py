@@ -15,6 +15,12 @@ FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 """Name of the KV group of sliding-window attention."""
 
+INDEXED_ATTENTION = "indexed_attention"
+"""Name of the KV group of layers that store an indexer's keys, as in transformers' `layer_types`."""
+
+INDEX_PART = "index"
+"""Name of the part that holds an indexer's keys."""
+
 NO_PAGE = -1
 """Placeholder in a list of pages for a page that no later token can see."""
 
@@ -195,8 +201,11 @@ def key_value_group(
 def attention_group(
     layers: Iterable[int], num_heads: int, parts: tuple[KvPart, ...], window: int | None = None
 ) -> KvGroup:
-    """Return the KV group of full or sliding-window attention."""
+    """Return the KV group of full, indexed or sliding-window attention."""
     name = FULL_ATTENTION if window is None else SLIDING_ATTENTION
+    if any(part.name == INDEX_PART for part in parts):
+        assert window is None, "an indexer chooses among all keys"
+        name = INDEXED_ATTENTION
     return KvGroup(name=name, num_heads=num_heads, layers=tuple(layers), parts=parts, window=window)
 
 

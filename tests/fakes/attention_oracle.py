@@ -22,9 +22,11 @@ from workers.attention.interface import AttentionBackend, Feature
 from workers.attention.registry import choose_backend
 from workers.context_parallel.exchange import join_rows
 from workers.device import CPU, Device
-from workers.engine.attention_context import CpExchange, StepContext, make_context
+from workers.engine.attention_context import make_context
 from workers.engine.batch import StepBatch, build_step_batch
+from workers.engine.step_context import CpExchange, StepContext
 from workers.layers.attention import take
+from workers.memory.page_pool import PagePool
 from workers.parallel.collectives import Communicator
 
 Array = NDArray[np.float64]
@@ -62,7 +64,7 @@ class Scenario:
         """Return the final number of tokens in each request."""
         return [sum(lens) for lens in zip(*self.chunks, strict=True)]
 
-    def inputs(self, request: int, layer: int) -> tuple[Array, Array, Array]:
+    def inputs(self, request: int, layer: int) -> tuple[Array, ...]:
         """Return q, k and v of a request's tokens, ``[tokens, heads, dim]``, exact in bf16."""
         random = np.random.default_rng((self.seed, request, layer))
         shapes = ((KV_HEADS * GROUPS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, self.value_dim))
@@ -83,7 +85,8 @@ class Scenario:
 
     def expected(self, request: int, layer: int) -> Array:
         """Return the attention output of all tokens in a request, ``[tokens, heads, dim]``."""
-        return naive_attention(*self.inputs(request, layer))
+        q, k, v = self.inputs(request, layer)
+        return naive_attention(q, k, v)
 
 
 def naive_attention(q: Array, k: Array, v: Array) -> Array:
@@ -136,26 +139,30 @@ class ScenarioRun:
         )
         self.owners = 1 if scenario.passing is None else scenario.cp
         self.tables, pages_an_owner = page_tables(scenario, self.owners)
-        num_heads, dim, is_latent = KV_HEADS, HEAD_DIM, scenario.stored is Stored.LATENTS
-        if is_latent:
-            num_heads, dim = 1, KV_HEADS * (HEAD_DIM + scenario.value_dim)
-        self.pool = kv_pool(
-            pages_an_owner,
-            num_heads,
-            NUM_LAYERS,
-            scenario.page_size,
-            dim,
-            scenario.dtype,
-            device=device.torch_device,
-            value_dim=scenario.value_dim,
-            is_latent=is_latent or scenario.stored is Stored.KEYS,
-        )
+        self.pool = self._make_pool(pages_an_owner)
         for view in chain.from_iterable(map(self.pool.layer_view, range(NUM_LAYERS))):
             view.fill_(torch.nan)
         self.inputs = [
             [scenario.inputs(request, layer) for layer in range(NUM_LAYERS)] for request in range(len(self.tables))
         ]
         self.done = [0] * len(self.tables)
+
+    def _make_pool(self, num_pages: int) -> PagePool:
+        scenario = self.scenario
+        num_heads, dim, is_latent = KV_HEADS, HEAD_DIM, scenario.stored is Stored.LATENTS
+        if is_latent:
+            num_heads, dim = 1, KV_HEADS * (HEAD_DIM + scenario.value_dim)
+        return kv_pool(
+            num_pages,
+            num_heads,
+            NUM_LAYERS,
+            scenario.page_size,
+            dim,
+            scenario.dtype,
+            device=self.device.torch_device,
+            value_dim=scenario.value_dim,
+            is_latent=is_latent or scenario.stored is Stored.KEYS,
+        )
 
     def run(self) -> list[StepResult]:
         """Run all steps. Every second request in a step is sampled."""
@@ -165,23 +172,20 @@ class ScenarioRun:
         present = [request for request, length in enumerate(lens) if length]
         batch = self._batch(lens, present)
         context = make_context(batch, self.pool, self.backend, self.exchange)
-        outs = []
-        for layer in range(NUM_LAYERS):
-            q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))
-            context.put(layer, *self.scenario.parts(k, v))
-            outs.append(self._attend(context, layer, q))
+        tokens = StepTokens(batch, lens, present)
+        outs = [self._run_layer(context, tokens, layer) for layer in range(NUM_LAYERS)]
         joined = torch.stack([join_rows(self.exchange.group, batch.shards, out) for out in outs])
-        last = context.last_layer.gather_sampled(self._last_layer(batch, lens, present, context.last_layer))
+        # Compute the last layer again like a model, with the queries of the sampled tokens alone.
+        last_out = self._run_layer(context.last_layer, tokens, NUM_LAYERS - 1)
+        last = context.last_layer.gather_sampled(last_out.flatten(1))
         for request in present:
             self.done[request] += lens[request]
         return StepResult(*(x.cpu().double().numpy() for x in (joined, last)))
 
-    def _last_layer(self, batch: StepBatch, lens: tuple[int, ...], present: list[int], context: StepContext) -> Tensor:
-        """Compute the last layer again like a model, with the queries of the sampled tokens alone."""
-        layer = NUM_LAYERS - 1
-        q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))
+    def _run_layer(self, context: StepContext, tokens: "StepTokens", layer: int) -> Tensor:
+        q, k, v = (self._local(tokens, layer, which) for which in range(3))
         context.put(layer, *self.scenario.parts(k, v))
-        return self._attend(context, layer, take(q, context.query_rows)).flatten(1)
+        return self._attend(context, layer, take(q, context.query_rows))
 
     def _attend(self, context: StepContext, layer: int, q: Tensor) -> Tensor:
         stored, params = self.scenario.stored, params_for(q)
@@ -204,13 +208,21 @@ class ScenarioRun:
             owners=self.owners,
         )
 
-    def _local(
-        self, batch: StepBatch, lens: tuple[int, ...], present: list[int], layer: int, which: int
-    ) -> torch.Tensor:
-        parts = [self.inputs[r][layer][which][self.done[r] : self.done[r] + lens[r]] for r in present]
+    def _local(self, tokens: "StepTokens", layer: int, which: int) -> Tensor:
+        """Return an input of this rank's tokens."""
+        parts = [self.inputs[r][layer][which][self.done[r] : self.done[r] + tokens.lens[r]] for r in tokens.present]
         flattened = np.concatenate([self.inputs[0][layer][which][:0], *parts])
-        local = torch.from_numpy(flattened[batch.shards.local(batch.cp_rank)])
+        local = torch.from_numpy(flattened[tokens.batch.shards.local(tokens.batch.cp_rank)])
         return local.to(self.device.torch_device, self.scenario.dtype)
+
+
+class StepTokens(NamedTuple):
+    """Tokens of one step."""
+
+    batch: StepBatch
+    lens: tuple[int, ...]
+    present: list[int]
+    """Requests that have tokens."""
 
 
 def check_scenario(scenario: Scenario, results: list[list[StepResult]]) -> None:

@@ -8,6 +8,8 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
+    GlmMoeDsaConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -34,7 +36,9 @@ LATENT: dict[str, type[PretrainedConfig]] = {
     "deepseek_v3": DeepseekV3Config,
 }
 """Families with latent attention and experts."""
-FAMILIES = DENSE | MOE | LATENT
+INDEXED: dict[str, type[PretrainedConfig]] = {"deepseek_v32": DeepseekV32Config, "glm_moe_dsa": GlmMoeDsaConfig}
+"""Families with latent attention and experts, in which a query uses the keys that an indexer selects."""
+FAMILIES = DENSE | MOE | LATENT | INDEXED
 
 SHARPENED: dict[str, str | tuple[str, ...]] = {
     "llama": "q_proj.weight",
@@ -46,6 +50,8 @@ SHARPENED: dict[str, str | tuple[str, ...]] = {
     "mixtral": "q_proj.weight",
     "deepseek_v2": ("q_proj.weight", "q_b_proj.weight"),
     "deepseek_v3": ("q_proj.weight", "q_b_proj.weight"),
+    "deepseek_v32": "q_b_proj.weight",
+    "glm_moe_dsa": "q_b_proj.weight",
 }
 """Weights that are scaled up, so that answers depend on the whole prompt and do not loop."""
 
@@ -82,6 +88,13 @@ _LATENT_SHAPE: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
 }
+_INDEXED_SHAPE: dict[str, Any] = {
+    **_LATENT_SHAPE,
+    "num_hidden_layers": 3,
+    "index_topk": 8,
+    "index_n_heads": 4,
+    "index_head_dim": 20,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2_moe": {
@@ -94,6 +107,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
     "deepseek_v2": {**_LATENT_SHAPE, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**_LATENT_SHAPE, "num_hidden_layers": 3},
+    "deepseek_v32": _INDEXED_SHAPE,
+    "glm_moe_dsa": {**_INDEXED_SHAPE, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
 }
 """Fields of a family in addition to SMALL."""
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from workers.attention.interface import AttentionParams
+from workers.attention.selection import IndexQueries
 from workers.layers.attention import AttentionWork, Expand, take
 
 
@@ -20,6 +21,9 @@ class DenseAttention:
         self._last_query_rows = query_rows
         self.stored: dict[int, tuple[Tensor, ...]] = {}
         self.calls: list[tuple[str, int]] = []
+        self.most_keys = 0
+        self._selected: Tensor | None = None
+        """Whether a query uses a key, bool ``[queries, keys]``, in the latest layer with an indexer."""
 
     @property
     def last_layer(self) -> "DenseAttention":
@@ -27,6 +31,7 @@ class DenseAttention:
             return self
         narrowed = DenseAttention(kv_first=True, work=self.work)
         narrowed.query_rows, narrowed.stored, narrowed.calls = self._last_query_rows, self.stored, self.calls
+        narrowed._selected = None if self._selected is None else self._selected[self._last_query_rows]
         return narrowed
 
     def kv_slots(self, layer: int) -> None: ...
@@ -37,6 +42,23 @@ class DenseAttention:
         if layer in self.stored:
             parts = tuple(map(torch.cat, zip(self.stored[layer], parts, strict=True)))
         self.stored[layer] = parts
+        self.most_keys = len(parts[0])
+
+    def attend_selected(
+        self, layer: int, q: Tensor, params: AttentionParams, index: IndexQueries | None, top_k: int
+    ) -> Tensor:
+        """Sort every query's keys by score, and those of equal scores by position."""
+        self.calls.append(("select", layer))
+        rows, *index_keys = (part[:, 0] for part in self.stored[layer])
+        if index is not None:
+            scores = torch.einsum("qhd,kd->hqk", index.q.float(), index_keys[0].float()).relu()
+            scores = self._visible(torch.einsum("qh,hqk->qk", index.weights, scores))
+            order = scores.argsort(dim=-1, descending=True, stable=True)
+            self._selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order[:, :top_k], value=True)
+        assert self._selected is not None, "a layer before has an indexer"
+        attended = self._visible(torch.einsum("qhd,kd->hqk", q.float(), rows.float()) * params.scale)
+        weights = attended.masked_fill(~self._selected, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,kd->qhd", weights, rows[:, : params.value_dim].float()).to(q.dtype)
 
     def attend(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None = None) -> Tensor:
         self.calls.append(("attend" if expand is None else "expand", layer))
@@ -45,7 +67,10 @@ class DenseAttention:
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * params.scale
-        key_positions = torch.arange(k.shape[0])
-        query_positions = take(torch.arange(k.shape[0] - self._num_new, k.shape[0]), self.query_rows)
-        scores = scores.masked_fill(key_positions[None, :] > query_positions[:, None], float("-inf"))
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float()).to(q.dtype)
+        return torch.einsum("hqk,khd->qhd", self._visible(scores).softmax(-1), v.float()).to(q.dtype)
+
+    def _visible(self, scores: Tensor) -> Tensor:
+        """Mask the keys after each query, of scores ``[..., queries, keys]``."""
+        num_keys = scores.shape[-1]
+        positions = take(torch.arange(num_keys - self._num_new, num_keys), self.query_rows)
+        return scores.masked_fill(torch.arange(num_keys) > positions[:, None], -torch.inf)

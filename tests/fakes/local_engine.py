@@ -19,6 +19,7 @@ from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import CpMode, PassingSetting
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import Answer, LocalCluster, Prompt
+from tests.fakes.stable_ties import break_ties_by_position
 from workers.bench.process import WORKER
 
 
@@ -51,6 +52,7 @@ class Oracle:
 
     def __init__(self, folder: Path, num_tokens: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        break_ties_by_position(self.model)
         self._num_tokens = num_tokens
         self._cached = cache(self._generate)
 

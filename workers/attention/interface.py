@@ -41,8 +41,8 @@ class AttentionParams:
     """
 
     def key_and_value(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer that stores ``parts [..., dim]``: K and V, or one part for both."""
-        return parts[0], parts[-1][..., : self.value_dim]
+        """Return keys and values of a layer that stores ``parts [..., dim]``: K and V, or first a part for both."""
+        return parts[0], parts[1] if self.value_dim is None else parts[0][..., : self.value_dim]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -69,8 +69,8 @@ def needs_of(groups: Iterable[KvGroup]) -> frozenset[Feature]:
     for group in groups:
         if group.window is not None:
             needs.add(Feature.WINDOW)
-        # A single part contains both keys and narrower values.
-        if len(group.parts) == 1 or len({part.dim for part in group.parts}) > 1:
+        # A latent contains both keys and narrower values.
+        if [part.name for part in group.parts] != ["k", "v"] or len({part.dim for part in group.parts}) > 1:
             needs.add(Feature.VALUE_WIDTH)
         if max(part.dim for part in group.parts) > _WIDE:
             needs.add(Feature.WIDE_KEYS)

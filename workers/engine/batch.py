@@ -22,6 +22,7 @@ from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepShape
 from workers.attention.runs import Run
 from workers.context_parallel.shard_plan import Indices, ShardPlan, TokenLocation, plan_shards
 from workers.device import Device, Event, device_of
+from workers.engine.page_share import PageShare
 from workers.engine.sampler import PendingSamples
 from workers.parallel.collectives import Communicator
 
@@ -190,6 +191,8 @@ class StepBatch:
     """Pages by lifetime."""
     prefix_lens_by_owner: tuple[tuple[int, ...], ...]
     """Number of prefix tokens in each owner's pages, by owner and request."""
+    first_owners: tuple[int, ...]
+    """Owner of each request's first page. Owners of the following pages take turns."""
     sampled: tuple[SampledQuery, ...]
     """One query per sampled request, in batch order."""
     query_rows: Tensor | None = None
@@ -229,6 +232,12 @@ class StepBatch:
     def own_prefix_lens(self) -> tuple[int, ...]:
         """Return the number of prefix tokens in this rank's pages, by request."""
         return self.prefix_lens_by_owner[self.cp_rank % len(self.prefix_lens_by_owner)]
+
+    def share_of(self, owner: int) -> PageShare:
+        """Return the share of each request's pages that an owner holds."""
+        owners = len(self.prefix_lens_by_owner)
+        firsts = tuple((owner - first) % owners for first in self.first_owners)
+        return PageShare(owners, firsts, self.page_size)
 
     def owned_rows(self, cp_rank: int, null_slot: int) -> tuple[Tensor, Tensor]:
         """Return the indices of those rows of a rank that belong in this rank's pages, and their slots."""
@@ -298,6 +307,7 @@ def build_step_batch(
         positions=tensor(positions),
         pages=pages,
         prefix_lens_by_owner=_prefix_lens_by_owner(shards.prefix_lens, page_tables[0], page_size, owners),
+        first_owners=tuple(int(table[0]) % owners if len(table) else 0 for table in page_tables[0]),
         sampled=_sampled_queries(shards, scheduled),
         is_scored=any(request.scored_ids for request in scheduled),
     )

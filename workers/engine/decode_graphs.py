@@ -118,6 +118,8 @@ class DecodeGraphs:
         is_sent = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
         if is_sent and self._model.config.experts_per_token:
             return "tokens sent to experts"
+        if self._model.config.selects_keys:
+            return "selected keys"
         return "" if self._attention(1) else "attention cannot be captured"
 
     def _attention(self, num_requests: int) -> GraphAttention | None:

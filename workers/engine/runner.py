@@ -17,13 +17,14 @@ from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.attention.merge import Partial, merge
 from workers.context_parallel.shard_plan import dummy_request, join_shapes, make_step_shape
-from workers.engine.attention_context import CpExchange, StepContext, make_context
+from workers.engine.attention_context import make_context
 from workers.engine.batch import BegunStep, KnownRequest, SampledTokens, StepInput, build_step_batch
 from workers.engine.decode_graphs import Capture, DecodeGraphs
 from workers.engine.logits_processors import SamplingState
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.rank_groups import RankGroups
 from workers.engine.sampler import begin_sample, draw
+from workers.engine.step_context import CpExchange, StepContext
 from workers.memory.copy import warm_up_copies
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import OnStored, PagePool

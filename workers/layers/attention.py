@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.attention.interface import AttentionParams, AttentionShape
+from workers.attention.selection import IndexQueries
 from workers.kernels.elementwise import KvSlots, elementwise_kernels
 from workers.layers.config import AttentionConfig, RopeConfig
 from workers.layers.linear import FusedLinear, RMSNorm, SummedLinear
@@ -137,6 +138,13 @@ class AttentionContext(Protocol):
         return AttentionWork()
 
     @property
+    def most_keys(self) -> int:
+        """Return the maximum number of keys that a query of this step sees, on any rank. Zero if keys are never
+        selected.
+        """
+        return 0
+
+    @property
     def last_layer(self) -> "AttentionContext":
         """Return the context of the last layer, where only tokens whose final hidden states are needed have queries."""
         return self
@@ -159,6 +167,27 @@ class AttentionContext(Protocol):
         q [num_queries, num_heads, head_dim] is rotated but not scaled. With ``expand``, the queries meet the keys and
         values that it returns, a tile of rows at a time.
         """
+
+    def attend_selected(
+        self,
+        layer: int,  # noqa: ARG002
+        q: Tensor,  # noqa: ARG002
+        params: AttentionParams,  # noqa: ARG002
+        index: IndexQueries | None,  # noqa: ARG002
+        top_k: int,  # noqa: ARG002
+    ) -> Tensor:
+        """Return attention like `attend`, over the ``top_k`` visible keys that score highest for each query.
+
+        A layer calls this instead of `attend`. The last part that it has put contains the keys of its indexer, and
+        ``index`` are its queries. Of keys with equal scores, earlier ones are used. If ``index`` is None, the layer has
+        no indexer, and the queries use the keys selected in the nearest layer before it that has one.
+        """
+        raise AssertionError("layers select keys only if the context says how many a query sees")
+
+
+def in_pairs(x: Tensor) -> Tensor:
+    """Move dimensions 2i and 2i + 1 of ``x [..., dim]`` to i and i + dim/2, so that they are rotated as a pair."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).transpose(-1, -2).reshape(x.shape)
 
 
 def take(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -3,12 +3,16 @@
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from cluster.spec.kv import KvPart
+from cluster.spec.kv import INDEX_PART, KvPart
 
 MOST_EXPANDED = 4096
 """Maximum number of stored keys that a layer expands at a time. With 16 heads of 192 + 128 elements in bf16, they take
 40 MiB.
 """
+MOST_SCORED = 1 << 22
+"""Maximum number of scores of an indexer's heads that exist at a time, in fp32."""
+MOST_SELECTED = 1 << 22
+"""Maximum number of elements of selected rows that exist at a time, in fp32, if a single query has no more."""
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
@@ -36,6 +40,12 @@ class AttentionCost(NamedTuple):
     """FLOPs to expand one key. 0 if keys are used as stored."""
     expanded_size: int = 0
     """Elements of all expanded keys that exist at a time."""
+    whole_width: int = 0
+    """Elements of a token's activations that every TP rank holds."""
+    selection_bytes: int = 0
+    """Bytes of scores and selected rows that exist at a time. 0 if all visible keys are used."""
+    index_flops: int = 0
+    """FLOPs of an indexer per (query, key) pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +93,24 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerConfig:
+    """Indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv:2512.02556): chooses the keys that a query uses.
+
+    A layer scores every visible key with small heads of its own, and attends to the ``top_k`` keys that score highest.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    is_interleaved: bool = False
+    """True if checkpoint dimensions 2i and 2i + 1 of a rotated part form a pair, as in `LatentAttentionConfig`."""
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttentionConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): all heads share one latent per token."""
 
@@ -100,6 +128,14 @@ class LatentAttentionConfig:
     """True if checkpoint dimensions 2i and 2i + 1 are rotated as a pair. If False, i and i + rope_dim/2 are."""
     bias: bool = False
     """True if the projections of hidden states to latents, and the output projection, have a bias."""
+    indexer: IndexerConfig | None = None
+    """Choice of the keys that a query uses. None if it uses all visible keys."""
+    shares_selection: bool = False
+    """True if a layer uses the keys that the nearest layer before it with an indexer of its own has chosen."""
+
+    @property
+    def own_indexer(self) -> IndexerConfig | None:
+        return None if self.shares_selection else self.indexer
 
     @property
     def num_kv_heads(self) -> int:
@@ -121,12 +157,15 @@ class LatentAttentionConfig:
         return self.num_heads * (self.plain_dim + self.value_dim)
 
     def kv_parts(self, dtype: str) -> tuple[KvPart, ...]:
-        return (KvPart(name="latent", dim=self.stored_dim, dtype=dtype),)
+        latent = KvPart(name="latent", dim=self.stored_dim, dtype=dtype)
+        if (indexer := self.own_indexer) is None:
+            return (latent,)
+        return latent, KvPart(name=INDEX_PART, dim=indexer.head_dim, dtype=dtype)
 
     def cost(self, hidden_size: int) -> AttentionCost:
         """Return the cost with expanded keys, and activations with stored keys, which are wider."""
         query_width, out_width = self.num_heads * self.head_dim, self.num_heads * self.value_dim
-        return AttentionCost(
+        cost = AttentionCost(
             sharded=(self.query_rank or hidden_size) * query_width
             + self.kv_rank * self.expanded_size
             + out_width * hidden_size,
@@ -139,6 +178,21 @@ class LatentAttentionConfig:
             stored_pair_flops=2 * self.num_heads * (self.stored_dim + self.kv_rank),
             expand_flops=2 * self.kv_rank * self.expanded_size,
             expanded_size=MOST_EXPANDED * (self.expanded_size + query_width),
+        )
+        return cost if self.indexer is None else self._with_selection(cost, self.indexer, hidden_size)
+
+    def _with_selection(self, cost: AttentionCost, indexer: IndexerConfig, hidden_size: int) -> AttentionCost:
+        # Scores, and their products with the heads' weights; rows of one query, and their scores.
+        num_rows = max(MOST_SELECTED, indexer.top_k * self.stored_dim)
+        cost = cost._replace(selection_bytes=4 * (2 * MOST_SCORED + 2 * num_rows))
+        if self.shares_selection:
+            return cost
+        query_rank = self.query_rank or hidden_size
+        return cost._replace(
+            kv=cost.kv + hidden_size * indexer.head_dim,
+            whole=cost.whole + query_rank * indexer.query_size + hidden_size * indexer.num_heads,
+            whole_width=indexer.query_size + indexer.head_dim + 2 * indexer.num_heads + 2 * indexer.top_k,
+            index_flops=2 * indexer.num_heads * (indexer.head_dim + 1),
         )
 
     def of_rank(self, tp_size: int) -> "LatentAttentionConfig":

@@ -7,6 +7,9 @@ key [K_h c, r] and the value V_h c. Both forms of attention give the same result
   expanded. Suits long extends.
 - Stored: since q · K_h c = (K_h^T q) · c, queries meet the rows themselves, as in attention with a single KV head, and
   V_h is applied to the result. Suits decode and short extends.
+
+With an indexer (DeepSeek Sparse Attention), a step in which a query sees more keys than it may use attends to the
+stored rows of the keys that the indexer chooses. Other steps attend to all visible keys, in either form.
 """
 
 from collections.abc import Iterator
@@ -15,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from workers.attention.interface import AttentionParams, AttentionShape
-from workers.layers.attention import AttentionContext, AttentionWork, Rotation, score_factor, take
+from workers.attention.selection import IndexQueries
+from workers.layers.attention import AttentionContext, AttentionWork, Rotation, in_pairs, score_factor, take
 from workers.layers.config import LatentAttentionConfig, RopeConfig
+from workers.layers.indexer import Indexer
 from workers.layers.linear import FusedLinear, RMSNorm, SummedLinear, multiply
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.collectives import Communicator
@@ -35,8 +40,11 @@ class LatentHeads(ShardedLayer):
         shape = (self._rows.size // head_size, head_size, config.kv_rank)
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
 
-    def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Map stored rows [n, 1, kv_rank + rope_dim] to K [n, heads, head_dim] and V [n, heads, value_dim]."""
+    def expand(self, rows: Tensor, *index: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Map stored rows [n, 1, kv_rank + rope_dim] to K [n, heads, head_dim] and V [n, heads, value_dim].
+
+        ``index`` are the indexer's keys, which are not needed.
+        """
         config, num_heads = self._config, len(self.weight)
         latent, rotated = rows[:, 0].split_with_sizes((config.kv_rank, config.rope_dim), -1)
         expanded = multiply(latent, self.weight.flatten(0, 1)).view(len(rows), num_heads, self.weight.shape[1])
@@ -87,16 +95,29 @@ class LatentAttention(nn.Module):
             self.query_heads = FusedLinear(config.query_rank, {"q_b": q}, bias=False)
         self.kv_a_norm = RMSNorm(config.kv_rank, _EPS)
         self.kv_b = LatentHeads(config, group)
+        self.indexer: Indexer | None = None
+        if (own := config.own_indexer) is not None:
+            self.indexer = Indexer(hidden_size, own, config)
         self.out = SummedLinear(even_shard(config.num_heads * config.value_dim, group), hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
-        q = self._queries(x, rotation, context)
-        if self._expands(context.work):
+        q, index = self._queries(x, rotation, context)
+        if self._selects(context):
+            assert self._config.indexer is not None
+            absorbed, top_k = self.kv_b.absorb(q), self._config.indexer.top_k
+            latents = context.attend_selected(self.layer, absorbed, self.shape.params, index, top_k)
+            attended = self.kv_b.values(latents)
+        elif self._expands(context.work):
             attended = context.attend(self.layer, q, self._expanded_params, self.kv_b.expand)
         else:
             attended = self.kv_b.values(context.attend(self.layer, self.kv_b.absorb(q), self.shape.params))
         out: Tensor = self.out(attended.flatten(1), self._group.all_reduce)
         return out
+
+    def _selects(self, context: AttentionContext) -> bool:
+        """Return whether a query of the step, on any rank, sees more keys than it may use."""
+        indexer = self._config.indexer
+        return indexer is not None and context.most_keys > indexer.top_k
 
     def _expands(self, work: AttentionWork) -> bool:
         """Return whether expanded keys need fewer FLOPs than stored ones. Factors common to both sides are omitted."""
@@ -106,29 +127,35 @@ class LatentAttention(nn.Module):
         expansion = (work.num_keys - work.num_queries) * config.kv_rank * head_size
         return work.num_pairs * (2 * config.kv_rank - head_size) > expansion
 
-    def _queries(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
-        """Put new rows into the context and return the rotated queries ``[num_queries, heads, head_dim]``."""
+    def _queries(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> tuple[Tensor, IndexQueries | None]:
+        """Put new rows into the context. Return the rotated queries ``[num_queries, heads, head_dim]``, and those of
+        the layer's own indexer if the step needs them.
+        """
         if context.kv_first:
-            self._put(self.latents.project(x, slice(self._num_first, None)), rotation, context)
-            q = self.latents.project(take(x, context.query_rows), slice(self._num_first))
-            rotation = rotation.take(context.query_rows)
+            self._put(x, self.latents.project(x, slice(self._num_first, None)), rotation, context)
+            x, rotation = take(x, context.query_rows), rotation.take(context.query_rows)
+            q = self.latents.project(x, slice(self._num_first))
         else:
             q, kv = self.latents(x).tensor_split((self._num_first,), dim=-1)
-            self._put(kv, rotation, context)
+            self._put(x, kv, rotation, context)
+        index: IndexQueries | None = None
         if self.q_a_norm is not None:
-            q = self.query_heads(self.q_a_norm(q.contiguous()))
+            low_rank = self.q_a_norm(q.contiguous())
+            if self.indexer is not None and self._selects(context):
+                index = self.indexer.queries(x, low_rank, rotation)
+            q = self.query_heads(low_rank)
         config = self._config
         heads = q.reshape(len(q), self.shape.num_heads, config.head_dim)
         plain, turned = heads.split_with_sizes((config.plain_dim, config.rope_dim), -1)
-        return torch.cat((plain, rotation.apply(self._in_pairs(turned))), dim=-1)
+        return torch.cat((plain, rotation.apply(self._in_pairs(turned))), dim=-1), index
 
-    def _put(self, kv: Tensor, rotation: Rotation, context: AttentionContext) -> None:
+    def _put(self, x: Tensor, kv: Tensor, rotation: Rotation, context: AttentionContext) -> None:
         latent, turned = kv.split_with_sizes((self._config.kv_rank, self._config.rope_dim), -1)
         rotated = rotation.apply(self._in_pairs(turned[:, None]))
-        context.put(self.layer, torch.cat((self.kv_a_norm(latent.contiguous())[:, None], rotated), dim=-1))
+        parts = [torch.cat((self.kv_a_norm(latent.contiguous())[:, None], rotated), dim=-1)]
+        if self.indexer is not None:
+            parts.append(self.indexer.keys(x, rotation))
+        context.put(self.layer, *parts)
 
     def _in_pairs(self, x: Tensor) -> Tensor:
-        """Move the two dimensions of each pair in ``x [..., rope_dim]`` to i and i + rope_dim/2."""
-        if not self._config.is_interleaved:
-            return x.contiguous()
-        return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).transpose(-1, -2).reshape(x.shape)
+        return in_pairs(x) if self._config.is_interleaved else x.contiguous()

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings, sharded over TP ranks or computed in full by every rank, and RMSNorm."""
+"""Linear layers and embeddings, sharded over TP ranks or computed in full by every rank, and norms."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -108,12 +108,14 @@ class SummedLinear(ShardedLayer):
 class ReplicatedLinear(ShardedLayer):
     """Linear layer without bias that every rank computes in full."""
 
-    def __init__(self, in_size: int, out_size: int) -> None:
+    def __init__(self, in_size: int, out_size: int, *, is_wide: bool = False) -> None:
+        """Build the layer. With ``is_wide``, its weights and outputs are in fp32 for any model dtype."""
         super().__init__()
+        self.wide = frozenset({"weight"} if is_wide else ())
         self.weight = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return multiply(x, self.weight)
+        return multiply(x.float() if self.wide else x, self.weight)
 
 
 class Embedding(ShardedLayer):
@@ -182,3 +184,16 @@ class RMSNorm(ShardedLayer):
             return kernels.add_rms_norm(x, y, self.weight, self.eps)
         total = x + y
         return total, self(total)
+
+
+class LayerNorm(ShardedLayer):
+    """Layer normalization with a bias over the last dimension, computed in fp32 and cast back last."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self._eps = eps
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)

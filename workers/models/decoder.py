@@ -21,7 +21,7 @@ class DecoderLayer(nn.Module):
         hidden_size, eps, feed_forward = config.hidden_size, config.rms_norm_eps, config.feed_forward[layer]
         first_layer = groups.layers(config.num_layers).start
         self.input_layernorm = RMSNorm(hidden_size, eps)
-        attention, stage_layer = config.attention, layer - first_layer
+        attention, stage_layer = config.attention_of(layer), layer - first_layer
         self.self_attn: Attention | LatentAttention = (
             LatentAttention(hidden_size, attention, config.rope, stage_layer, groups.tp)
             if isinstance(attention, LatentAttentionConfig)

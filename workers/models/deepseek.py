@@ -1,8 +1,19 @@
-"""DeepSeek-V2, DeepSeek-V3 and Kimi-K2: latent attention, a few dense layers, then experts chosen in groups."""
+"""DeepSeek-V2, DeepSeek-V3, DeepSeek-V3.2 and Kimi-K2: latent attention, a few dense layers, then experts chosen in
+groups. V3.2 adds an indexer in every layer.
+"""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from workers.layers.config import FeedForwardConfig, LatentAttentionConfig, MlpConfig, MoeConfig, RouterConfig
+from workers.layers.config import (
+    FeedForwardConfig,
+    IndexerConfig,
+    LatentAttentionConfig,
+    MlpConfig,
+    MoeConfig,
+    RouterConfig,
+)
 from workers.models.hf_config import HfConfig, read_decoder
 from workers.models.interface import DecoderConfig, UnsupportedModelError
 
@@ -41,20 +52,57 @@ V3_DEFAULTS: dict[str, Any] = {
 }
 
 
+V32_DEFAULTS: dict[str, Any] = {**V3_DEFAULTS, "index_n_heads": 64, "index_head_dim": 128}
+
+
 def read_v2(hf: HfConfig) -> DecoderConfig:
-    method = _one_of(hf, "topk_method", "greedy", "group_limited_greedy")
-    _one_of(hf, "scoring_func", "softmax", None)
-    _one_of(hf, "norm_topk_prob", False, None)
-    _one_of(hf, "mlp_bias", False, None)
+    method = one_of(hf, "topk_method", "greedy", "group_limited_greedy")
+    one_of(hf, "scoring_func", "softmax", None)
+    one_of(hf, "norm_topk_prob", False, None)
+    one_of(hf, "mlp_bias", False, None)
     num_groups, top_groups = (1, 1) if method == "greedy" else (hf.positive("n_group"), hf.positive("topk_group"))
     router = RouterConfig(is_fp32=True, num_groups=num_groups, top_groups=top_groups, scale=_scale(hf))
     return _read(hf, router, renormalize=False, is_interleaved=True)
 
 
 def read_v3(hf: HfConfig) -> DecoderConfig:
-    _one_of(hf, "topk_method", "noaux_tc", None)
-    _one_of(hf, "scoring_func", "sigmoid", None)
-    router = RouterConfig(
+    is_interleaved = hf.flag("rope_interleave")
+    return _read(hf, _v3_router(hf), renormalize=hf.flag("norm_topk_prob"), is_interleaved=is_interleaved)
+
+
+def read_v32(hf: HfConfig) -> DecoderConfig:
+    one_of(hf, "indexer_rope_interleave", False, None)
+    return read_indexed(hf, interleaves_index=False)
+
+
+def read_indexed(
+    hf: HfConfig, *, interleaves_index: bool, shares_selection: Sequence[bool] | None = None
+) -> DecoderConfig:
+    """Read a model with V3's attention and experts, and indexers in the layers that do not share a selection."""
+    one_of(hf, "rope_interleave", True, None)
+    one_of(hf, "moe_layer_freq", 1, None)
+    one_of(hf, "mlp_bias", False, None)
+    hf.positive("q_lora_rank")
+    config = _read(hf, _v3_router(hf), renormalize=hf.flag("norm_topk_prob"), is_interleaved=True)
+    assert isinstance(config.attention, LatentAttentionConfig)
+    indexer = IndexerConfig(
+        num_heads=hf.positive("index_n_heads"),
+        head_dim=hf.positive("index_head_dim"),
+        top_k=hf.positive("index_topk"),
+        is_interleaved=interleaves_index,
+    )
+    if indexer.head_dim < (least := config.attention.rope_dim):
+        raise UnsupportedModelError(
+            f"index_head_dim is {indexer.head_dim}; allowed: at least qk_rope_head_dim = {least}"
+        )
+    shares = tuple(shares_selection or config.shares_selection)
+    return replace(config, attention=replace(config.attention, indexer=indexer), shares_selection=shares)
+
+
+def _v3_router(hf: HfConfig) -> RouterConfig:
+    one_of(hf, "topk_method", "noaux_tc", None)
+    one_of(hf, "scoring_func", "sigmoid", None)
+    return RouterConfig(
         scores="sigmoid",
         is_fp32=True,
         has_bias=True,
@@ -63,16 +111,12 @@ def read_v3(hf: HfConfig) -> DecoderConfig:
         num_best=2,
         scale=_scale(hf),
     )
-    return _read(hf, router, renormalize=hf.flag("norm_topk_prob"), is_interleaved=hf.flag("rope_interleave"))
 
 
 def _read(hf: HfConfig, router: RouterConfig, *, renormalize: bool, is_interleaved: bool) -> DecoderConfig:
     moe = _read_experts(hf, router, renormalize=renormalize)
     mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"))
-    num_dense, every = _count(hf, "first_k_dense_replace"), hf.positive("moe_layer_freq", 1)
-    layers: list[FeedForwardConfig] = [
-        mlp if layer < num_dense or layer % every else moe for layer in range(hf.num_layers)
-    ]
+    layers: list[FeedForwardConfig] = [moe if is_sparse else mlp for is_sparse in _sparse_layers(hf)]
     return read_decoder(
         hf,
         _read_attention(hf, is_interleaved=is_interleaved),
@@ -80,6 +124,24 @@ def _read(hf: HfConfig, router: RouterConfig, *, renormalize: bool, is_interleav
         renamed={"shared_expert": "shared_experts"},
         num_draft_layers=_count(hf, "num_nextn_predict_layers"),
     )
+
+
+def _sparse_layers(hf: HfConfig) -> list[bool]:
+    """Return by layer whether it has experts."""
+    num_dense, every = _count(hf, "first_k_dense_replace"), hf.positive("moe_layer_freq", 1)
+    kinds = hf.get("mlp_layer_types")
+    if kinds is None:
+        return [layer >= num_dense and layer % every == 0 for layer in range(hf.num_layers)]
+    return [kind == "sparse" for kind in kinds_of_layers(hf, "mlp_layer_types", kinds, ("dense", "sparse"))]
+
+
+def kinds_of_layers(hf: HfConfig, key: str, given: Sequence[str], allowed: Sequence[str]) -> Sequence[str]:
+    """Return a list with one entry per layer. ``key`` names the field that gives it."""
+    if len(given) != hf.num_layers:
+        raise UnsupportedModelError(f"{key} has {len(given)} entries; allowed: {hf.num_layers}, one for each layer")
+    if unknown := sorted(set(map(str, given)) - set(allowed)):
+        raise UnsupportedModelError(f"{key} has {', '.join(unknown)}; allowed: {' or '.join(allowed)}")
+    return given
 
 
 def _read_attention(hf: HfConfig, *, is_interleaved: bool) -> LatentAttentionConfig:
@@ -110,9 +172,12 @@ def _read_experts(hf: HfConfig, router: RouterConfig, *, renormalize: bool) -> M
             f"with at least {router.num_best} experts per group"
         )
     if router.top_groups > router.num_groups:
-        raise UnsupportedModelError(f"topk_group is {router.top_groups}; allowed: at most {router.num_groups}")
+        raise UnsupportedModelError(
+            f"topk_group is {router.top_groups}; allowed: at most n_group = {router.num_groups}"
+        )
     if top_k > (most := router.top_groups * group_size):
-        raise UnsupportedModelError(f"num_experts_per_tok is {top_k}; allowed: at most {most}")
+        where = f"in {router.top_groups} groups (topk_group)"
+        raise UnsupportedModelError(f"num_experts_per_tok is {top_k}; allowed: at most {most} {where}")
     width = hf.positive("moe_intermediate_size")
     return MoeConfig(
         num_experts=num_experts,
@@ -125,7 +190,7 @@ def _read_experts(hf: HfConfig, router: RouterConfig, *, renormalize: bool) -> M
     )
 
 
-def _one_of(hf: HfConfig, key: str, *allowed: object) -> object:
+def one_of(hf: HfConfig, key: str, *allowed: object) -> object:
     """Return a field's value. A missing field is None."""
     if (value := hf.get(key)) not in allowed:
         words = " or ".join(repr(each) for each in allowed if each is not None)

@@ -168,6 +168,7 @@ def read_decoder(
     attention: AnyAttentionConfig,
     feed_forward: Sequence[FeedForwardConfig],
     windows: Sequence[int | None] | None = None,
+    shares_selection: Sequence[bool] | None = None,
     renamed: Mapping[str, str] | None = None,
     num_draft_layers: int = 0,
 ) -> DecoderConfig:
@@ -180,6 +181,7 @@ def read_decoder(
         attention=attention,
         feed_forward=tuple(feed_forward),
         windows=tuple(windows or [None] * len(feed_forward)),
+        shares_selection=tuple(shares_selection or [False] * len(feed_forward)),
         rms_norm_eps=float(hf.get("rms_norm_eps")),
         rope=read_rope_config(hf.raw, max_len),
         max_position_embeddings=max_len,

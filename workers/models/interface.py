@@ -15,9 +15,15 @@ from typing import Literal, NamedTuple
 from cluster.spec.checks import ModelLimits, layout_problems, ring_problems
 from cluster.spec.config import AnyParallel, PrefillConfig
 from cluster.spec.errors import UserError
-from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, attention_group
+from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, KvPart, attention_group
 from workers.context_parallel.cost_model import ModelShape
-from workers.layers.config import AnyAttentionConfig, FeedForwardConfig, MoeConfig, RopeConfig
+from workers.layers.config import (
+    AnyAttentionConfig,
+    FeedForwardConfig,
+    LatentAttentionConfig,
+    MoeConfig,
+    RopeConfig,
+)
 from workers.quant.interface import WeightFormat
 from workers.quant.plain import PlainFormat
 
@@ -60,7 +66,7 @@ class LayerCost(NamedTuple):
     kv: int
     """Projections to what is stored, sharded over as many TP ranks as there are KV heads."""
     whole: int
-    """Low-rank query projection, which every TP rank holds."""
+    """Low-rank query projection and indexer, which every TP rank holds."""
     dense: int
     """MLP or shared expert, sharded over DP and TP ranks."""
     experts: int
@@ -71,6 +77,10 @@ class LayerCost(NamedTuple):
     attention_width: int
     expanded_size: int
     """Elements of all expanded keys that exist at a time, sharded over TP ranks."""
+    whole_width: int
+    """Activations of the indexer, which every TP rank computes."""
+    selection_bytes: int
+    """Bytes of scores and selected rows that exist at a time."""
     dense_width: int
     routed_width: int
 
@@ -90,6 +100,8 @@ class DecoderConfig:
     """Feed-forward part by layer."""
     windows: tuple[int | None, ...]
     """Number of tokens that a token sees in each layer, including itself. None if it sees all."""
+    shares_selection: tuple[bool, ...]
+    """Flags by layer, True if it uses the keys that the layer before it has selected."""
     rms_norm_eps: float
     rope: RopeConfig
     max_position_embeddings: int
@@ -125,7 +137,19 @@ class DecoderConfig:
             attention=self.attention.of_rank(tp_size),
             feed_forward=tuple(self.feed_forward[layer].of_rank(tp_size) for layer in layers),
             windows=tuple(self.windows[layer] for layer in layers),
+            shares_selection=tuple(self.shares_selection[layer] for layer in layers),
         )
+
+    def attention_of(self, layer: int) -> AnyAttentionConfig:
+        attention = self.attention
+        if isinstance(attention, LatentAttentionConfig) and self.shares_selection[layer]:
+            return replace(attention, shares_selection=True)
+        return attention
+
+    @property
+    def selects_keys(self) -> bool:
+        """Return whether a query uses only some of the keys that it sees."""
+        return isinstance(self.attention, LatentAttentionConfig) and self.attention.indexer is not None
 
     @property
     def limits(self) -> ModelLimits:
@@ -136,6 +160,7 @@ class DecoderConfig:
             num_layers=self.num_layers,
             num_experts=next((layer.num_experts for layer in self.feed_forward if isinstance(layer, MoeConfig)), None),
             has_windows=any(group.window is not None for group in self.kv_groups(self.dtype)),
+            joined_layers=frozenset(layer for layer, is_shared in enumerate(self.shares_selection) if is_shared),
         )
 
     def check_layout(self, parallel: AnyParallel, path: str = "parallel") -> None:
@@ -167,12 +192,12 @@ class DecoderConfig:
         )
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
-        layers: dict[int | None, list[int]] = {}
+        layers: dict[tuple[int | None, tuple[KvPart, ...]], list[int]] = {}
         for layer, window in enumerate(self.windows):
-            layers.setdefault(window, []).append(layer)
+            layers.setdefault((window, self.attention_of(layer).kv_parts(dtype)), []).append(layer)
         return tuple(
-            attention_group(of_window, self.attention.num_kv_heads, self.attention.kv_parts(dtype), window)
-            for window, of_window in layers.items()
+            attention_group(alike, self.attention.num_kv_heads, parts, window)
+            for (window, parts), alike in layers.items()
         )
 
     def kv_geometry(self, name: str, dtype: str, page_size: int) -> KvGeometry:
@@ -181,12 +206,12 @@ class DecoderConfig:
     @cached_property
     def layer_costs(self) -> tuple[LayerCost, ...]:
         """Cost by layer, without norms, biases and routers, which are negligible."""
-        return tuple(map(self._layer_cost, self.feed_forward))
+        return tuple(map(self._layer_cost, range(self.num_layers)))
 
-    def _layer_cost(self, feed_forward: FeedForwardConfig) -> LayerCost:
-        hidden = self.hidden_size
+    def _layer_cost(self, layer: int) -> LayerCost:
+        hidden, feed_forward = self.hidden_size, self.feed_forward[layer]
         moe = feed_forward if isinstance(feed_forward, MoeConfig) else None
-        attention = self.attention.cost(hidden)
+        attention = self.attention_of(layer).cost(hidden)
         expert = 3 * hidden * moe.intermediate_size if moe else 0
         per_token = moe.top_k if moe else 0
         return LayerCost(
@@ -199,6 +224,8 @@ class DecoderConfig:
             experts_per_token=per_token,
             attention_width=attention.width,
             expanded_size=attention.expanded_size,
+            whole_width=attention.whole_width,
+            selection_bytes=attention.selection_bytes,
             dense_width=3 * feed_forward.dense_size,
             routed_width=expert * per_token // hidden,
         )

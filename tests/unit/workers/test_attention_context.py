@@ -22,8 +22,9 @@ from workers.context_parallel.exchange import RowGather, join_rows
 from workers.context_parallel.shard_plan import TokenLocation, make_shard_plan
 from workers.device import CPU
 from workers.engine import step_keys
-from workers.engine.attention_context import CpExchange, make_context
+from workers.engine.attention_context import make_context
 from workers.engine.batch import StepBatch, build_step_batch
+from workers.engine.step_context import CpExchange
 from workers.memory import page_pool
 from workers.parallel.collectives import Communicator
 

@@ -15,6 +15,7 @@ from cluster.spec.kv import KvGroup, KvPart
 from tests.fakes.checkpoints import DENSE, FAMILIES, make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.generation import generate
+from tests.fakes.stable_ties import break_ties_by_position
 from tests.unit.workers.test_rotary import VARIANTS
 from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
@@ -51,7 +52,9 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
         parameters: dict[str, Any] = {"rope_parameters": VARIANTS[rope]} if rope else {}
         overrides = {key: list(value) if isinstance(value, tuple) else value for key, value in overrides.items()}
         folder = make_checkpoint(tmp_path_factory.mktemp(family), family, dtype=dtype, **overrides, **parameters)
-        return load_model(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        break_ties_by_position(theirs)
+        return load_model(folder), theirs
 
     return make
 

@@ -16,8 +16,9 @@ from workers.attention.merge import Partial
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 from workers.device import CPU
-from workers.engine.attention_context import CpExchange, StepContext, make_context
+from workers.engine.attention_context import make_context
 from workers.engine.batch import build_step_batch
+from workers.engine.step_context import CpExchange, StepContext
 from workers.layers.attention import Attention, RotaryEmbedding
 from workers.layers.config import AttentionConfig
 from workers.models.registry import parse_model_config

@@ -33,9 +33,10 @@ from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.attention.triton.tiling import fair_share
 from workers.context_parallel.shard_plan import join_shapes
-from workers.engine.attention_context import CpExchange, make_context
+from workers.engine.attention_context import make_context
 from workers.engine.batch import PreviousTokens, build_step_batch
 from workers.engine.decode_graphs import REPLAYED, CaptureError, DecodeGraphs, GraphCapture
+from workers.engine.step_context import CpExchange
 from workers.engine.weights import load_model
 from workers.layers.feed_forward import Experts
 from workers.memory.page_pool import PagePool

@@ -14,8 +14,9 @@ from workers.attention.interface import AttentionBackend
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
 from workers.device import CPU
-from workers.engine.attention_context import CpExchange, make_context
+from workers.engine.attention_context import make_context
 from workers.engine.batch import build_step_batch
+from workers.engine.step_context import CpExchange
 from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator

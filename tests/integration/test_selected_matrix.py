@@ -1,0 +1,35 @@
+"""Greedy fp32 tokens with selected keys equal transformers' under CP, with chunks, prefixes and batches.
+
+A query uses 8 keys. transformers' indexers choose among keys with equal scores arbitrarily; here, by position, as ours.
+"""
+
+from typing import Any
+
+import pytest
+
+from cluster.spec.strategy import Collectives
+from tests.fakes.checkpoints import INDEXED
+from tests.fakes.local_engine import LocalEngine, Models
+from tests.fakes.pairwise import Case, all_in_turn, all_pairs
+from tests.integration import test_engine_matrix as matrix
+
+pytestmark = pytest.mark.integration
+
+WORKER = matrix.WORKER
+TURNING: dict[str, list[Any]] = {"family": list(INDEXED), "collectives": list(Collectives)}
+
+
+@pytest.mark.parametrize("case", matrix.in_loading_order(all_pairs(matrix.CROSSED | TURNING)), ids=matrix.name_of)
+def test_tokens_equal_transformers_for_all_pairs_of_factors(models: Models, engine: LocalEngine, case: Case) -> None:
+    matrix.check(case, models, engine)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", matrix.in_loading_order(all_in_turn(matrix.CROSSED, TURNING)), ids=matrix.name_of)
+def test_tokens_equal_transformers_for_the_whole_matrix(models: Models, engine: LocalEngine, case: Case) -> None:
+    matrix.check(case, models, engine)
+
+
+@pytest.mark.parametrize("case", matrix.in_loading_order(all_pairs(matrix.CACHED | TURNING)), ids=matrix.name_of)
+def test_tokens_do_not_depend_on_what_is_cached(models: Models, engine: LocalEngine, case: Case) -> None:
+    matrix.check_caching(case, models, engine)

@@ -1,0 +1,83 @@
+"""Choice of the keys that score highest for a query, and attention to chosen keys.
+
+The choice is exact: of keys with equal scores, those at lower positions are chosen. It therefore does not depend on
+tiles, chunks, batches or ranks, except as far as they change the rounding of a score.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from workers.attention.merge import Partial
+
+_FINITE = torch.finfo(torch.float32)
+
+
+class IndexQueries(NamedTuple):
+    """An indexer's queries of some tokens.
+
+    A key k has the score sum_h(weights_h * relu(q_h . k)), as in DeepSeek-V3.2 (arXiv:2512.02556, equation 1).
+    """
+
+    q: Tensor
+    """``[queries, heads, dim]``, rotated."""
+    weights: Tensor
+    """``[queries, heads]`` fp32, which include all constant factors."""
+
+    def rows(self, rows: slice) -> "IndexQueries":
+        return IndexQueries(self.q[rows], self.weights[rows])
+
+
+class Chosen(NamedTuple):
+    """Keys chosen for some queries, in ascending order."""
+
+    scores: Tensor
+    """``[queries, keys]`` fp32. -inf for a key that does not count."""
+    keys: Tensor
+    """``[queries, keys]`` int64: numbers, or positions, of the keys."""
+
+
+def index_scores(index: IndexQueries, keys: Tensor) -> Tensor:
+    """Return finite scores ``[queries, n]`` fp32 of ``keys [n, dim]``."""
+    products = index.q.float().flatten(0, 1) @ keys.float().T
+    by_head = products.view(*index.weights.shape, len(keys)).relu_()
+    # NaN would make the number of best keys ambiguous.
+    return torch.bmm(index.weights[:, None], by_head)[:, 0].nan_to_num_(_FINITE.min, _FINITE.max, _FINITE.min)
+
+
+def best_keys(found: Chosen, top_k: int) -> Chosen:
+    """Return the ``top_k`` keys with the highest scores, or all if there are no more, in ascending order."""
+    if found.scores.shape[1] <= top_k:
+        return found
+    worst = found.scores.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
+    is_better, is_tied = found.scores > worst, found.scores == worst
+    num_tied = top_k - is_better.sum(-1, keepdim=True)
+    is_chosen = is_better | (is_tied & (is_tied.cumsum(-1) <= num_tied))
+    columns = is_chosen.nonzero()[:, 1].view(-1, top_k)
+    return Chosen(found.scores.gather(1, columns), found.keys.gather(1, columns))
+
+
+def are_among_best(own: Chosen, everyone: Chosen, top_k: int) -> Tensor:
+    """Return which of ``own`` keys are among the ``top_k`` best of ``everyone``'s, bool ``[queries, keys]``.
+
+    Keys are given by position. Those of ``everyone`` can be in any order.
+    """
+    order = everyone.keys.argsort(-1)
+    best = best_keys(Chosen(everyone.scores.gather(1, order), everyone.keys.gather(1, order)), top_k)
+    worst = best.scores.amin(-1, keepdim=True)
+    last_tied = best.keys.masked_fill(best.scores > worst, -1).amax(-1, keepdim=True)
+    is_best = (own.scores > worst) | ((own.scores == worst) & (own.keys <= last_tied))
+    return is_best & (own.scores > -torch.inf)
+
+
+def attend_rows(query: Tensor, rows: Tensor, is_seen: Tensor, scale: float, value_dim: int) -> Partial:
+    """Return attention of each query to rows of its own, in fp32.
+
+    ``query [B, heads, D]``; ``rows [B, n, D]`` fp32, finite, whose first ``value_dim`` elements are the values;
+    ``is_seen [B, n]`` bool.
+    """
+    scores = torch.bmm(query.float() * scale, rows.transpose(1, 2)).masked_fill_(~is_seen[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
+    return Partial(torch.bmm(weights, rows[..., :value_dim]), lse)

@@ -1,0 +1,233 @@
+"""Attention contexts of ring mode, in which each rank stores the new rows that it owns.
+
+With pass-KV, each rank's keys circulate, including cached keys. With pass-Q, queries go to every rank, which returns
+partials over its part of the prefix.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from itertools import accumulate, chain, pairwise
+from operator import add
+
+import torch
+from torch import Tensor
+
+from cluster.spec.kv import pages_for
+from workers.attention.interface import AttentionBackend, AttentionParams
+from workers.attention.merge import Partial, empty_partial, merge_in_turn
+from workers.attention.runs import RankRuns, Run
+from workers.attention.selection import Chosen, IndexQueries, are_among_best
+from workers.context_parallel.exchange import HomewardPartials, gather_rows
+from workers.device import device_of
+from workers.engine.batch import StepBatch
+from workers.engine.page_share import PageShare
+from workers.engine.selected_keys import NO_KEY, SelectableKeys
+from workers.engine.step_context import CpExchange, StepContext, work_of
+from workers.engine.step_keys import PrefixKeys, read_prefixes
+from workers.layers.attention import AttentionWork, Expand
+from workers.memory.page_pool import PagePool
+
+
+class OwnedRows:
+    """Rows that a given rank computes and this rank stores, in every layer."""
+
+    def __init__(self, batch: StepBatch, pool: PagePool, cp_rank: int) -> None:
+        self._pool = pool
+        self._rows, self._slots = batch.owned_rows(cp_rank, pool.null_slot)
+
+    def store(self, layer: int, kv: Tensor) -> None:
+        """Store this object's rows of ``kv [tokens, heads, width]``, the rows of the rank that computed them."""
+        if len(self._rows):
+            self._pool.write(layer, self._slots, kv[self._rows])
+
+
+class PassKvContext(StepContext):
+    """Context that passes blocks from rank to rank. A block holds a rank's prefix rows and new rows.
+
+    If every rank computes every token, only prefixes circulate.
+    """
+
+    def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
+        super().__init__(batch, pool, backend, exchange)
+        shards, rank = batch.shards, batch.cp_rank
+        self._prefix_lens = [sum(lens) for lens in batch.prefix_lens_by_owner]
+        self._lens = [
+            prefix_len + (0 if shards.is_replicated else new_len)
+            for prefix_len, new_len in zip(self._prefix_lens, shards.lens, strict=True)
+        ]
+        self._prefix_pages = [
+            (table[: pages_for(length, batch.page_size)], length)
+            for table, length in zip(batch.pages[0].tables, batch.own_prefix_lens, strict=True)
+            if length
+        ]
+        self._rows = [self.row_keys(self._key_runs(source)) for source in range(shards.cp)]
+        sources = [rank] if shards.is_replicated else range(shards.cp)
+        self._owned = {source: OwnedRows(batch, pool, source) for source in sources}
+
+    def put(self, layer: int, *parts: Tensor) -> None:
+        rank, ring = self.batch.cp_rank, self.exchange.ring
+        prefix_len = self._prefix_lens[rank]
+        num_rows = prefix_len + len(parts[0])
+        block = ring.own(num_rows + self.batch.page_size, self._lens, self.pool.row_shape(layer), parts[0])
+        self._block = block[:num_rows]
+        read_prefixes(self.pool, layer, self._prefix_pages, block)
+        torch.cat(parts, dim=-1, out=self._block[prefix_len:])
+        ring.start()
+
+    def partials(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None) -> Iterator[Partial]:
+        for source, block in self._blocks(layer):
+            rows = self._rows[source]
+            if rows is not None:
+                yield from rows.attend(q, self.pool.split(layer, block), params, expand)
+
+    def selected_partials(
+        self, layer: int, q: Tensor, params: AttentionParams, index: IndexQueries | None, top_k: int
+    ) -> Iterator[Partial]:
+        keys, slots = self._joined.keys, self._joined.slots
+        rows = self._block.new_empty(self._joined.num_slots, *self.pool.row_shape(layer))
+        for source, block in self._blocks(layer):
+            rows.index_copy_(0, slots[source], block)
+        pages = rows.view(-1, self.batch.page_size, *rows.shape[1:]).transpose(1, 2)
+        parts = self.pool.split(layer, pages)
+        yield keys.attend(q, parts[0], self.selected(keys, index, parts[-1], top_k), params)
+
+    def _blocks(self, layer: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield every rank's block, this rank's first, and store the rows that this rank owns."""
+        for source, block in chain([(self.batch.cp_rank, self._block)], self.exchange.ring.others()):
+            if source in self._owned:
+                self._owned[source].store(layer, block[self._prefix_lens[source] :])
+            yield source, block
+
+    @cached_property
+    def _joined(self) -> "_JoinedBlocks":
+        return _JoinedBlocks(self.batch, [self._key_runs(source) for source in range(self.batch.shards.cp)])
+
+    def _key_runs(self, source: int) -> RankRuns:
+        """Return the runs of the keys in a rank's block. All prefixes precede the new tokens."""
+        shards = self.batch.shards
+        lens = self.batch.prefix_lens_by_owner[source]
+        prefixes = tuple(Run(request, 0, length, 1) for request, length in enumerate(lens) if length)
+        is_passed = source == self.batch.cp_rank or not shards.is_replicated
+        return prefixes + shards.runs[source] if is_passed else prefixes
+
+
+class _JoinedBlocks:
+    """All ranks' blocks of a layer in pages: every key of the step, in order of position.
+
+    Keys can only be selected when all are known, so each rank holds all keys of a layer while it attends to them.
+    """
+
+    def __init__(self, batch: StepBatch, key_runs: Sequence[RankRuns]) -> None:
+        shards, device = batch.shards, device_of(batch.token_ids)
+        lens = map(add, shards.prefix_lens, shards.extend_lens)
+        begins = list(accumulate((pages_for(length, batch.page_size) for length in lens), initial=0))
+        self.num_slots = begins[-1] * batch.page_size
+        tables = device.put(torch.arange(begins[-1])).split_with_sizes([end - begin for begin, end in pairwise(begins)])
+        self.keys = SelectableKeys(batch.runs, tables, PageShare(1, (0,) * len(tables), batch.page_size))
+        self.slots: list[Tensor] = []
+        """Slots of the rows in each rank's block."""
+        for source, runs in enumerate(key_runs):
+            share, lens_of_prefixes = batch.share_of(source), batch.prefix_lens_by_owner[source]
+            num_prefixes = sum(length > 0 for length in lens_of_prefixes)
+            positions = [torch.arange(0)]
+            for number, run in enumerate(runs):
+                own = torch.arange(run.count) * run.step + run.first_position
+                held = share.positions(run.request, own) if number < num_prefixes else own
+                positions.append(held + begins[run.request] * batch.page_size)
+            self.slots.append(device.put(torch.cat(positions)))
+
+
+class PassQContext(StepContext):
+    """Context that gathers new K and V, as in gather mode, and passes queries over the prefix."""
+
+    def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
+        super().__init__(batch, pool, backend, exchange)
+        shards = batch.shards
+        everything = [
+            Run(request, prefix_len, extend_len, 1)
+            for request, (prefix_len, extend_len) in enumerate(zip(shards.prefix_lens, shards.extend_lens, strict=True))
+        ]
+        self._everything = everything
+        self._has_prefix = any(shards.prefix_lens)
+        self._prefix = PrefixKeys(backend, everything, batch.pages[0], batch.page_size, batch.own_prefix_lens)
+        device = device_of(batch.token_ids)
+        self._inverse = device.put(torch.from_numpy(shards.inverse))
+        self._homes = [device.put(torch.from_numpy(shards.local(rank))) for rank in range(shards.cp)]
+        self._own = self.row_keys(batch.runs)
+        self._own_stored = OwnedRows(batch, pool, batch.cp_rank)
+        others = [] if shards.is_replicated else [rank for rank in range(shards.cp) if rank != batch.cp_rank]
+        self._others = [(rank, self.row_keys(shards.runs[rank]), OwnedRows(batch, pool, rank)) for rank in others]
+
+    @cached_property
+    def last_layer(self) -> StepContext:
+        return self  # the last layer's queries are few and sharded like its keys
+
+    @cached_property
+    def work(self) -> AttentionWork:
+        """Return an average over the ranks, which must agree on the width of the queries that they pass."""
+        ranks = self.batch.shards.runs[: 1 if self.batch.shards.is_replicated else None]
+        whole = work_of(list(chain.from_iterable(ranks)), self.batch)
+        return AttentionWork(whole.num_queries // len(ranks), whole.num_keys, whole.num_pairs // len(ranks))
+
+    def put(self, layer: int, *parts: Tensor) -> None:  # noqa: ARG002
+        self._parts = parts
+        self._gathered = self.exchange.kv_gather.start(self.batch.shards, *parts)
+
+    def partials(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None) -> Iterator[Partial]:
+        queries = self.exchange.query_gather.start(self.batch.shards, q) if self._has_prefix else None
+        if self._own is not None:
+            yield from self._own.attend(q, self._parts, params, expand)
+        self._gathered.wait()
+        homeward = None
+        if queries is not None:
+            every_query = queries.wait()[self._inverse]
+            found = merge_in_turn(self._prefix.attend(every_query, layer, self.pool, params, expand))
+            if found is None:
+                found = empty_partial(every_query, params.value_dim)
+            homeward = HomewardPartials(self.exchange.group, found, self._homes)
+        self._own_stored.store(layer, self._gathered.of_rank(self.batch.cp_rank))
+        for rank, rows, owned in self._others:
+            kv = self._gathered.of_rank(rank)
+            owned.store(layer, kv)
+            if rows is not None:
+                yield from rows.attend(q, self.pool.split(layer, kv), params, expand)
+        if homeward is not None:
+            yield from homeward.wait()
+
+    def selected_partials(
+        self, layer: int, q: Tensor, params: AttentionParams, index: IndexQueries | None, top_k: int
+    ) -> Iterator[Partial]:
+        """Yield the partials of all ranks. Each rank attends to those selected keys that are in its pages."""
+        shards, exchange = self.batch.shards, self.exchange
+        queries = exchange.query_gather.start(shards, q)
+        of_index = None
+        if index is not None:
+            of_index = exchange.index_gather.start(shards, index.q.float(), index.weights[..., None])
+        self._gathered.wait()
+        self._own_stored.store(layer, self._gathered.of_rank(self.batch.cp_rank))
+        for rank, _, owned in self._others:
+            owned.store(layer, self._gathered.of_rank(rank))
+        parts = self.pool.layer_view(layer)
+        every_query = queries.wait()[self._inverse]
+        every_index = None
+        if of_index is not None:
+            rows = of_index.wait()[self._inverse]
+            every_index = IndexQueries(rows[..., :-1], rows[..., -1])
+        selected = self.selected(self._selectable, every_index, parts[-1], top_k, partial(self._are_best, top_k))
+        found = self._selectable.attend(every_query, parts[0], selected, params)
+        yield from HomewardPartials(exchange.group, found, self._homes).wait()
+
+    @cached_property
+    def _selectable(self) -> SelectableKeys:
+        batch = self.batch
+        return SelectableKeys(self._everything, batch.pages[0].tables, batch.share_of(batch.cp_rank))
+
+    def _are_best(self, top_k: int, own: Chosen) -> Tensor:
+        """Return which of this rank's best keys are among the best of all ranks. All ranks call this together."""
+        num_queries, num_own = own.scores.shape
+        scores = own.scores.new_full((num_queries, top_k), -torch.inf)
+        positions = own.keys.new_full((num_queries, top_k), NO_KEY)
+        scores[:, :num_own], positions[:, :num_own] = own
+        gathered = (gather_rows(self.exchange.group, rows, num_queries) for rows in (scores, positions))
+        everyone = (rows.view(-1, num_queries, top_k).transpose(0, 1).flatten(1) for rows in gathered)
+        return are_among_best(own, Chosen(*everyone), top_k)

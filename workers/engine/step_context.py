@@ -1,0 +1,168 @@
+"""Base of the attention contexts of all modes: one step on one rank, and the rows that it exchanges."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from operator import add
+
+from torch import Tensor
+
+from workers.attention.interface import AttentionBackend, AttentionParams
+from workers.attention.merge import Partial, merge, merge_in_turn
+from workers.attention.runs import Run, sees_any
+from workers.attention.selection import IndexQueries
+from workers.context_parallel.cost_model import attended_pairs
+from workers.context_parallel.exchange import Ring, RowGather, gather_rows
+from workers.device import device_of
+from workers.engine.batch import StepBatch
+from workers.engine.selected_keys import Agree, SelectableKeys
+from workers.engine.step_keys import PrefixKeys, RowKeys
+from workers.layers.attention import AttentionContext, AttentionWork, Expand
+from workers.memory.page_pool import PagePool
+from workers.parallel.collectives import Communicator
+
+
+class CpExchange:
+    """Row exchanges in a CP group, and their buffers. One per worker."""
+
+    def __init__(self, group: Communicator) -> None:
+        self.group = group
+        self.kv_gather = RowGather(group)
+        self.query_gather = RowGather(group)
+        self.index_gather = RowGather(group)
+        self.ring = Ring(group)
+
+
+class StepContext(AttentionContext, ABC):
+    """Context of one step on one rank.
+
+    Every rank of the CP group makes the same calls in a step, even a rank without tokens.
+    """
+
+    def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
+        assert batch.page_size == pool.page_size, f"page sizes {batch.page_size} and {pool.page_size} differ"
+        self.batch, self.pool, self.backend, self.exchange = batch, pool, backend, exchange
+        self.query_rows, shape = batch.query_rows, batch.shape
+        self.lens, self.last_layer_lens = (
+            lens if len(lens) > 1 else None for lens in (shape.shard_lens, shape.last_layer_lens)
+        )
+        is_hidden = exchange.group.in_background and not batch.shards.is_replicated
+        self.kv_first = is_hidden or batch.query_rows is not None
+        self._wider: StepContext | None = None
+        """Context of the layers before the last one. None if this context is that of all layers."""
+        self._selected: Tensor | None = None
+        """Keys that the latest layer with an indexer has selected for this context's queries."""
+
+    @cached_property
+    def last_layer(self) -> "StepContext":
+        batch = self.batch.narrowed()
+        if batch is self.batch:
+            return self
+        narrowed = type(self)(batch, self.pool, self.backend, self.exchange)
+        narrowed._wider = self
+        return narrowed
+
+    @cached_property
+    def work(self) -> AttentionWork:
+        return work_of(self.batch.runs, self.batch)
+
+    @cached_property
+    def most_keys(self) -> int:
+        shards = self.batch.shards
+        return max(map(add, shards.prefix_lens, shards.extend_lens), default=0)
+
+    def attend(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None = None) -> Tensor:
+        sees_all = params.window is None or not self.batch.is_sharded
+        assert sees_all, "a window needs all pages of a request on every rank"
+        found = self.partials(layer, q, params, expand)
+        if expand is None:
+            partials = list(found)
+        else:
+            joined = merge_in_turn(found)
+            partials = [] if joined is None else [joined]
+        self.pool.note_stored(layer)
+        # Without queries, there may be no partials.
+        if not len(q):
+            *_, values = params.key_and_value(self.pool.layer_view(layer))
+            return q.new_empty(0, q.shape[1], params.value_dim or values.shape[-1])
+        return merge(partials, params.sinks).out.to(q.dtype)
+
+    @abstractmethod
+    def partials(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None) -> Iterable[Partial]:
+        """Store the new KV and yield causal attention of ``q [queries, heads, dim]`` over all keys, in parts."""
+
+    def attend_selected(
+        self, layer: int, q: Tensor, params: AttentionParams, index: IndexQueries | None, top_k: int
+    ) -> Tensor:
+        joined = merge_in_turn(self.selected_partials(layer, q, params, index, top_k))
+        self.pool.note_stored(layer)
+        assert joined is not None, "every context yields a partial"
+        return joined.out.to(q.dtype)
+
+    @abstractmethod
+    def selected_partials(
+        self, layer: int, q: Tensor, params: AttentionParams, index: IndexQueries | None, top_k: int
+    ) -> Iterable[Partial]:
+        """Store the new KV and yield attention over selected keys, in parts. See ``AttentionContext``."""
+
+    def selected(
+        self,
+        keys: SelectableKeys,
+        index: IndexQueries | None,
+        index_pages: Tensor,
+        top_k: int,
+        agree: Agree | None = None,
+    ) -> Tensor:
+        """Return what ``keys.select`` returns, or the previous selection if ``index`` is None."""
+        if index is not None:
+            self._selected = keys.select(index, index_pages, top_k, agree)
+        elif self._selected is None:
+            assert self._wider is not None, "a layer before has an indexer"
+            assert self._wider._selected is not None, "a layer before has an indexer"
+            self._selected = self._wider._selected[self.query_rows]
+        return self._selected
+
+    def gather_sampled(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states of all R sampled queries, ``[R, hidden]``, on every rank, given each rank's own."""
+        batch = self.batch
+        if batch.shards.is_replicated and len(batch.sampled) == len(hidden):
+            return hidden
+        mine = hidden if batch.query_rows is not None else hidden[batch.sampled_rows]
+        if batch.shards.is_replicated:
+            return mine
+        counts: Counter[int] = Counter()
+        indices = []
+        for sample in batch.sampled:
+            cp_rank = sample.location.cp_rank
+            indices.append((cp_rank, counts[cp_rank]))
+            counts[cp_rank] += 1
+        most = max(counts.values(), default=0)
+        gathered = gather_rows(self.exchange.group, mine, most)
+        return gathered[device_of(gathered).put_index([cp_rank * most + index for cp_rank, index in indices])]
+
+    def row_keys(self, key_runs: Sequence[Run]) -> RowKeys | None:
+        """Return rows of keys for this rank's queries. Return None if no query sees any of them."""
+        runs = self.batch.runs
+        return RowKeys(self.backend, runs, key_runs) if sees_any(runs, key_runs) else None
+
+    def keys_by_rank(self, ranks: Iterable[int]) -> list[tuple[int, RowKeys]]:
+        """Return the new rows of those ranks whose keys a query of this rank sees."""
+        keys = ((rank, self.row_keys(self.batch.shards.runs[rank])) for rank in ranks)
+        return [(rank, rows) for rank, rows in keys if rows is not None]
+
+    def prefix_keys(self) -> list[PrefixKeys]:
+        """Return the cached keys by lifetime. Empty if no request has any."""
+        batch, lens = self.batch, self.batch.shards.prefix_lens
+        pages = batch.pages if any(lens) else ()
+        return [PrefixKeys(self.backend, batch.runs, each, batch.page_size, lens) for each in pages]
+
+
+def work_of(runs: Sequence[Run], batch: StepBatch) -> AttentionWork:
+    """Return the size of attention of queries in ``runs`` to all keys of their requests."""
+    shards, asking = batch.shards, {run.request for run in runs}
+    return AttentionWork(
+        num_queries=sum(run.count for run in runs),
+        num_keys=sum(shards.prefix_lens[request] + shards.extend_lens[request] for request in asking),
+        num_pairs=sum(attended_pairs(run) for run in runs),
+    )

@@ -1,0 +1,38 @@
+"""GLM-5: DeepSeek-V3.2's layers, of which some use the keys that a layer before them has selected."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from workers.models.deepseek import V32_DEFAULTS, kinds_of_layers, one_of, read_indexed
+from workers.models.hf_config import HfConfig
+from workers.models.interface import DecoderConfig, UnsupportedModelError
+
+DEFAULTS: dict[str, Any] = {
+    **V32_DEFAULTS,
+    "rms_norm_eps": 1e-5,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_group": 1,
+    "topk_group": 1,
+    "index_n_heads": 32,
+}
+_LETTERS = {"F": "full", "S": "shared"}
+
+
+def read(hf: HfConfig) -> DecoderConfig:
+    one_of(hf, "indexer_rope_interleave", True, None)
+    types = kinds_of_layers(hf, "indexer_types", _indexer_types(hf), ("full", "shared"))
+    if types[0] != "full":
+        raise UnsupportedModelError(f"indexer_types begins with {types[0]}; allowed: full")
+    return read_indexed(hf, interleaves_index=True, shares_selection=[each == "shared" for each in types])
+
+
+def _indexer_types(hf: HfConfig) -> Sequence[str]:
+    """Return the kind of indexer in each layer: given by name, by letter, or by the distance between full ones."""
+    if (types := hf.get("indexer_types")) is not None:
+        return list(types)
+    if (pattern := hf.get("index_topk_pattern")) is not None:
+        return [_LETTERS.get(each, each) for each in pattern]
+    every, offset = hf.positive("index_topk_freq", 1), hf.get("index_skip_topk_offset", 2)
+    return ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(hf.num_layers)]
