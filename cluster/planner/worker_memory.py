@@ -22,6 +22,8 @@ from workers.context_parallel.shard_plan import dummy_request, make_step_shape
 from workers.models.interface import DecoderConfig
 
 _PAGE_ID_BYTES = 8
+_NUMBER_BYTES = 4
+"""Bytes of a selected key's number."""
 _PASSED_QUERIES = 4
 """Memory of a step in which queries circulate, as a multiple of one fp32 partial result."""
 _DRAW_BYTES = 24
@@ -68,8 +70,8 @@ def expected_memory(config: DeployConfig, pool: Pool, model: ModelFacts) -> GpuM
 
 
 def _activation_bytes(pool: Pool, model: ModelFacts) -> float:
-    """Return the bytes of the widest layer's activations and expanded keys in the largest step, plus those of sampling
-    all requests.
+    """Return the bytes of the widest layer's activations, expanded keys and selected rows in the largest step, plus
+    those of sampling all requests.
     """
     num_tokens, config, hidden = _most_tokens(pool), model.config, model.config.hidden_size
     width = max(cost.attention_width + cost.dense_width + cost.routed_width for cost in config.layer_costs)
@@ -77,7 +79,9 @@ def _activation_bytes(pool: Pool, model: ModelFacts) -> float:
     # A rank that gathers other shards' tokens computes less of the width, but holds all tokens and their sums.
     gathered = 2 * hidden * (_num_shards(pool.parallel, config) - 1)
     expanded = max(cost.expanded_size for cost in config.layer_costs) / pool.parallel.tp
-    layer = (num_tokens * (4 * hidden + widths + gathered) + expanded) * DTYPE_BYTES[model.dtype]
+    whole = max(cost.whole_width for cost in config.layer_costs)
+    layer = (num_tokens * (4 * hidden + widths + whole + gathered) + expanded) * DTYPE_BYTES[model.dtype]
+    layer += max(cost.selection_bytes for cost in config.layer_costs)
     return layer + _DRAW_BYTES * pool.max_requests * config.vocab_size
 
 
@@ -91,21 +95,26 @@ def _most_tokens(pool: Pool) -> int:
 
 
 def _exchange_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
-    """Return the bytes of ring mode's buffers for the longest prompt: two ranks' keys and values, or all queries."""
+    """Return the bytes of ring mode's buffers for the longest prompt: two ranks' keys and values, or all queries.
+
+    To select keys, a rank also holds all keys of a layer, or the indexer's queries and selections of all ranks.
+    """
     if not isinstance(pool, PrefillConfig) or pool.ownership is KvOwnership.REPLICATED:
         return 0.0
     geometry, tp = model.geometry, pool.parallel.tp
     copies = head_copies((group.num_heads for group in geometry.groups), tp)
     row_bytes = geometry.bytes_per_token / geometry.num_layers * copies / tp
-    passed_kv = 2 * config.model.longest_context(model.config.max_position_embeddings) / pool.parallel.cp * row_bytes
-    passed_q = pool.chunk_tokens * model.config.cost(model.dtype).partial_row_bytes / tp * _PASSED_QUERIES
+    longest, cost = config.model.longest_context(model.config.max_position_embeddings), model.config.cost(model.dtype)
+    passed_kv = (2 / pool.parallel.cp + model.config.selects_keys) * longest * row_bytes
+    passed_q = pool.chunk_tokens * cost.partial_row_bytes / tp * _PASSED_QUERIES
+    passed_q += pool.chunk_tokens * (cost.index_row_bytes + _NUMBER_BYTES * (cost.top_k or 0))
     costs = {Passing.PASS_KV: passed_kv, Passing.PASS_Q: passed_q}
     return max(costs[passing] for passing in pool.passing.candidates)
 
 
 def _graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     """Return the bytes of CUDA graphs: the largest step, which all graphs share, and their page tables and nodes."""
-    if not captures_decode(config, pool, has_windows=model.geometry.has_windows):
+    if model.config.selects_keys or not captures_decode(config, pool, has_windows=model.geometry.has_windows):
         return 0.0
     sizes = batch_sizes(pool.max_requests)
     tables = sum(sizes) * pages_for(model.config.max_position_embeddings, config.kv.page_size) * _PAGE_ID_BYTES

@@ -19,9 +19,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     "mixtral": {"num_hidden_layers": 3, "num_local_experts": 8},
     "deepseek_v3": {"num_hidden_layers": 3},
+    "deepseek_v32": {},
+    "glm_moe_dsa": {"indexer_types": ["full", "full", "full", "shared"]},
     "llama": {"num_hidden_layers": 3, "mlp_bias": True},
 }
-"""Models by family, with three layers so that stages are unequal. Only the last one has no experts."""
+"""Models by family, with so many layers that stages are unequal. Only the last one has no experts."""
 ODD: dict[str, Any] = {"vocab_size": 251, "intermediate_size": 97}
 """Sizes that divide evenly on one rank only."""
 DENSE_MODELS: dict[str, dict[str, Any]] = {

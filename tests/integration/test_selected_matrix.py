@@ -16,6 +16,7 @@ from tests.integration import test_engine_matrix as matrix
 pytestmark = pytest.mark.integration
 
 WORKER = matrix.WORKER
+WIDER: dict[str, list[Any]] = {"cp": [1, 2, 3, 4, 8]}
 TURNING: dict[str, list[Any]] = {"family": list(INDEXED), "collectives": list(Collectives)}
 
 
@@ -25,7 +26,9 @@ def test_tokens_equal_transformers_for_all_pairs_of_factors(models: Models, engi
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", matrix.in_loading_order(all_in_turn(matrix.CROSSED, TURNING)), ids=matrix.name_of)
+@pytest.mark.parametrize(
+    "case", matrix.in_loading_order(all_in_turn(matrix.CROSSED | WIDER, TURNING)), ids=matrix.name_of
+)
 def test_tokens_equal_transformers_for_the_whole_matrix(models: Models, engine: LocalEngine, case: Case) -> None:
     matrix.check(case, models, engine)
 

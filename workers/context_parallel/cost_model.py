@@ -9,7 +9,9 @@ exchange. No torch, no I/O.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from math import sqrt
+from operator import add
 from typing import NamedTuple
 
 from cluster.spec.step_messages import ScheduledRequest, StepShape
@@ -17,6 +19,8 @@ from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, Str
 from workers.attention.runs import RankRuns, Run
 from workers.context_parallel.shard_plan import ShardPlan, make_step_shape, plan_shards, shape_of_plan
 
+CANDIDATE_BYTES = 12
+"""Bytes of a key that one rank proposes to the others when they select keys: its score and its position."""
 ALL_REDUCES = 2
 """All-reduces per layer: after attention and after the MLP."""
 TILE = 256
@@ -50,6 +54,16 @@ class ModelShape:
     """FLOPs per (query, key) pair if a layer that can expand keys uses them as stored."""
     windows: tuple[tuple[int, int], ...] = ()
     """Sliding windows in tokens, ascending, each with its number of layers. All other layers have no window."""
+    top_k: int | None = None
+    """Maximum number of keys per query, which are used as stored. None if a query uses all visible keys."""
+    index_flops: int = 0
+    """FLOPs per visible (query, key) pair in one layer to select keys."""
+    index_row_bytes: int = 0
+    """Bytes of an indexer's queries per token in one layer, as they are passed."""
+
+    def selects(self, plan: ShardPlan) -> bool:
+        """Return whether a query of the step sees more keys than it may use."""
+        return self.top_k is not None and max(map(add, plan.prefix_lens, plan.extend_lens), default=0) > self.top_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +125,14 @@ def computed_pairs(run: Run) -> int:
 
 def skipped_pairs(run: Run, window: int) -> int:
     """Return the number of pairs that a window saves: those outside it, except in tiles that are partly inside."""
-    num_full = max(0, -((run.first_position - window) // run.step))
-    count, first_outside = max(0, run.count - num_full), run.first_position + num_full * run.step - window + 1
-    outside = count * first_outside + run.step * (count * (count - 1) // 2)
-    return max(0, outside - run.step * (run.count * (min(run.count, TILE) - 1) // 2))
+    return max(0, outside_pairs(run, window) - run.step * (run.count * (min(run.count, TILE) - 1) // 2))
+
+
+def outside_pairs(run: Run, most_keys: int) -> int:
+    """Return the number of pairs that remain if every query uses at most ``most_keys`` of the keys that it sees."""
+    num_full = max(0, -((run.first_position - most_keys) // run.step))
+    count, first_outside = max(0, run.count - num_full), run.first_position + num_full * run.step - most_keys + 1
+    return count * first_outside + run.step * (count * (count - 1) // 2)
 
 
 class _Work(NamedTuple):
@@ -128,19 +146,27 @@ class _Work(NamedTuple):
     """Number of partials per token. A single partial is not merged."""
     rows: float
     """Number of KV rows that are stored, or read in order to be sent."""
+    scored_pairs: float = 0
+    """Number of pairs that are scored to select keys. 0 if all visible keys are used."""
 
 
 def _rank_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
     merged = work.tokens * work.partials if work.partials > 1 else 0
     return (
         work.tokens * shape.linear_flops / rates.linear_flops_per_s
-        + work.pairs * shape.attention_flops / rates.attention_flops_per_s
-        + _expand_s(work, shape, rates)
+        + _attention_s(work, shape, rates)
         + work.calls * rates.run_s
         + work.rows * rates.row_s
         + merged * rates.merge_row_s
         + ALL_REDUCES * (rates.all_reduce_s + work.tokens * rates.all_reduce_row_s)
     )
+
+
+def _attention_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
+    if work.scored_pairs:
+        flops = work.pairs * shape.stored_pair_flops + work.scored_pairs * shape.index_flops
+        return flops / rates.attention_flops_per_s
+    return work.pairs * shape.attention_flops / rates.attention_flops_per_s + _expand_s(work, shape, rates)
 
 
 def _expand_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
@@ -163,6 +189,24 @@ def _kv_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
 
 
 def _work(plan: ShardPlan, runs: RankRuns, shape: ModelShape, rates: Rates, passing: Passing | None) -> _Work:
+    work = _work_of_all_keys(plan, runs, shape, rates, passing)
+    return _with_selection(work, plan, runs, shape.top_k, passing) if shape.top_k and shape.selects(plan) else work
+
+
+def _with_selection(work: _Work, plan: ShardPlan, runs: RankRuns, top_k: int, passing: Passing | None) -> _Work:
+    """Return the work of a step that selects keys. With pass-Q, ranks share the keys instead of the queries."""
+    share = 1.0
+    if passing is Passing.PASS_Q:
+        runs = tuple(chain.from_iterable(plan.runs[: 1 if plan.is_replicated else plan.cp]))
+        share = 1 / plan.cp
+    scored = sum(map(attended_pairs, runs))
+    selected = scored - sum(outside_pairs(run, top_k) for run in runs)
+    return work._replace(pairs=share * selected, scored_pairs=share * scored)
+
+
+def _work_of_all_keys(
+    plan: ShardPlan, runs: RankRuns, shape: ModelShape, rates: Rates, passing: Passing | None
+) -> _Work:
     tokens, all_pairs = sum(run.count for run in runs), sum(computed_pairs(run) for run in runs)
     skipped = sum(num_layers * skipped_pairs(run, window) for window, num_layers in shape.windows for run in runs)
     pairs = all_pairs - skipped / shape.num_layers
@@ -195,9 +239,12 @@ def _exchanges(plan: ShardPlan, shape: ModelShape, passing: Passing | None) -> I
         return
     if not plan.is_replicated:
         yield others * plan.padded_len * shape.kv_row_bytes
-    if passing is Passing.PASS_Q and prefix:
+    is_selected = shape.selects(plan)
+    if passing is Passing.PASS_Q and (prefix or is_selected):
         if not plan.is_replicated:
-            yield others * plan.padded_len * shape.q_row_bytes
+            yield others * plan.padded_len * (shape.q_row_bytes + is_selected * shape.index_row_bytes)
+        if is_selected and shape.top_k:
+            yield others * plan.num_tokens * shape.top_k * CANDIDATE_BYTES
         yield others * plan.padded_len * shape.partial_row_bytes
 
 
@@ -218,17 +265,23 @@ class _Costs:
     """Time per (query, key) pair, over all layers."""
     fixed_s: float
     windows: tuple[tuple[int, float], ...]
-    """Window sizes in tokens, ascending, each with the fraction of layers that have it."""
+    """Window sizes in tokens, ascending, each with the share of a pair's time that it saves outside."""
 
     @classmethod
     def of(cls, shape: ModelShape, rates: Rates, cp: int) -> "_Costs":
         local_s = shape.linear_flops / rates.linear_flops_per_s + ALL_REDUCES * rates.all_reduce_row_s
+        pair_flops = shape.attention_flops
+        saved = [(window, num_layers / shape.num_layers) for window, num_layers in shape.windows]
+        if shape.top_k is not None:
+            # Later keys are only scored.
+            pair_flops = shape.stored_pair_flops + shape.index_flops
+            saved = [(shape.top_k, shape.stored_pair_flops / pair_flops)]
         return cls(
             token_s=shape.num_layers * (local_s / cp + rates.row_s),
-            pair_s=shape.num_layers * shape.attention_flops / rates.attention_flops_per_s / cp,
+            pair_s=shape.num_layers * pair_flops / rates.attention_flops_per_s / cp,
             fixed_s=rates.step_s
             + shape.num_layers * (rates.run_s + rates.exchange_s + ALL_REDUCES * rates.all_reduce_s),
-            windows=tuple((window, num_layers / shape.num_layers) for window, num_layers in shape.windows),
+            windows=tuple(saved),
         )
 
     def new_prompt_s(self, num_tokens: int) -> float:

@@ -1,6 +1,7 @@
 """Exchange of rows between CP ranks: gathers, the ring, returning partials, and joining hidden states after a step."""
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class RowGather:
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
-        self._rows: Tensor | None = None
+        self._buffer = _RowBuffer()
 
     def start(self, plan: ShardPlan, *parts: Tensor) -> PendingGather:
         """Send this rank's rows, the concatenation of ``parts [tokens, heads, dim]``: ``[tokens, heads, sum of dims]``.
@@ -51,8 +52,7 @@ class RowGather:
             return PendingGather(torch.cat(parts, dim=-1), plan, None)
         assert plan.cp == self.group.size, f"the plan is for {plan.cp} ranks, but the group has {self.group.size}"
         row_shape = (parts[0].shape[1], sum(part.shape[-1] for part in parts))
-        self._rows = _at_least(self._rows, plan.cp * plan.padded_len, row_shape, parts[0])
-        rows = self._rows[: plan.cp * plan.padded_len]
+        rows = self._buffer.rows(plan.cp * plan.padded_len, row_shape, parts[0])
         mine = rows[self.group.rank * plan.padded_len :][: plan.padded_len]
         torch.cat(parts, dim=-1, out=mine[: len(parts[0])])
         return PendingGather(rows, plan, self.group.start_all_gather(rows, mine))
@@ -67,6 +67,7 @@ class Ring:
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
+        self._buffers = _RowBuffer(), _RowBuffer()
         self._held: Tensor | None = None
         self._arriving: Tensor | None = None
         self._pending: Pending | None = None
@@ -80,8 +81,7 @@ class Ring:
         """
         self._lens = lens
         capacity = max(num_rows, *lens)
-        self._held = _at_least(self._held, capacity, row_shape, like)
-        self._arriving = _at_least(self._arriving, capacity, row_shape, like)
+        self._held, self._arriving = (buffer.rows(capacity, row_shape, like) for buffer in self._buffers)
         return self._held[:num_rows]
 
     def start(self) -> None:
@@ -157,16 +157,23 @@ def join_rows(group: Communicator, plan: ShardPlan, rows: Tensor) -> Tensor:
     return gathered[device_of(rows).put(torch.from_numpy(plan.inverse))]
 
 
-def _at_least(buffer: Tensor | None, num_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return ``buffer``, or a new buffer ``[num_rows or more, *row_shape]`` if it does not fit.
+class _RowBuffer:
+    """Memory for rows. It grows to the largest step so far and serves layers with rows of different shapes."""
 
-    A new buffer is at least a quarter larger, since each chunk of a prompt needs a little more than the previous one.
-    """
-    if buffer is None or buffer.shape[1:] != row_shape or buffer.dtype != like.dtype:
-        return like.new_zeros((num_rows, *row_shape))
-    if len(buffer) < num_rows:
-        return like.new_zeros((max(num_rows, len(buffer) * 5 // 4), *row_shape))
-    return buffer
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def rows(self, num_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return memory ``[num_rows, *row_shape]``, with the dtype and device of ``like``.
+
+        New memory is at least a quarter larger, since each chunk of a prompt needs a little more than the previous one.
+        """
+        size = num_rows * prod(row_shape)
+        if self._memory is None or self._memory.dtype != like.dtype:
+            self._memory = like.new_zeros(size)
+        elif len(self._memory) < size:
+            self._memory = like.new_zeros(max(size, len(self._memory) * 5 // 4))
+        return self._memory[:size].view(num_rows, *row_shape)
 
 
 def _unpacked(packed: Tensor) -> Partial:

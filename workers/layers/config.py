@@ -44,8 +44,12 @@ class AttentionCost(NamedTuple):
     """Elements of a token's activations that every TP rank holds."""
     selection_bytes: int = 0
     """Bytes of scores and selected rows that exist at a time. 0 if all visible keys are used."""
+    top_k: int | None = None
+    """Maximum number of keys per query. None if all visible keys are used."""
     index_flops: int = 0
     """FLOPs of an indexer per (query, key) pair."""
+    index_row_bytes: int = 0
+    """Bytes of an indexer's queries per token if they are passed, in fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,9 +186,14 @@ class LatentAttentionConfig:
         return cost if self.indexer is None else self._with_selection(cost, self.indexer, hidden_size)
 
     def _with_selection(self, cost: AttentionCost, indexer: IndexerConfig, hidden_size: int) -> AttentionCost:
-        # Scores, and their products with the heads' weights; rows of one query, and their scores.
+        # Products of heads, and candidates with their scores; rows as stored, and in fp32.
         num_rows = max(MOST_SELECTED, indexer.top_k * self.stored_dim)
-        cost = cost._replace(selection_bytes=4 * (2 * MOST_SCORED + 2 * num_rows))
+        cost = cost._replace(
+            query_width=self.num_heads * self.stored_dim,
+            out_width=self.num_heads * self.kv_rank,
+            selection_bytes=4 * (2 * MOST_SCORED + 2 * num_rows),
+            top_k=indexer.top_k,
+        )
         if self.shares_selection:
             return cost
         query_rank = self.query_rank or hidden_size
@@ -193,6 +202,7 @@ class LatentAttentionConfig:
             whole=cost.whole + query_rank * indexer.query_size + hidden_size * indexer.num_heads,
             whole_width=indexer.query_size + indexer.head_dim + 2 * indexer.num_heads + 2 * indexer.top_k,
             index_flops=2 * indexer.num_heads * (indexer.head_dim + 1),
+            index_row_bytes=4 * indexer.num_heads * (indexer.head_dim + 1),
         )
 
     def of_rank(self, tp_size: int) -> "LatentAttentionConfig":

@@ -81,6 +81,8 @@ class LayerCost(NamedTuple):
     """Activations of the indexer, which every TP rank computes."""
     selection_bytes: int
     """Bytes of scores and selected rows that exist at a time."""
+    index_flops: int
+    """FLOPs per (query, key) pair to select keys."""
     dense_width: int
     routed_width: int
 
@@ -226,6 +228,7 @@ class DecoderConfig:
             expanded_size=attention.expanded_size,
             whole_width=attention.whole_width,
             selection_bytes=attention.selection_bytes,
+            index_flops=attention.index_flops,
             dense_width=3 * feed_forward.dense_size,
             routed_width=expert * per_token // hidden,
         )
@@ -250,4 +253,7 @@ class DecoderConfig:
             expand_flops=attention.expand_flops,
             stored_pair_flops=attention.stored_pair_flops,
             windows=tuple(sorted((group.window, len(group.layers)) for group in groups if group.window)),
+            top_k=attention.top_k,
+            index_flops=sum(layer.index_flops for layer in self.layer_costs) // self.num_layers,
+            index_row_bytes=attention.index_row_bytes,
         )

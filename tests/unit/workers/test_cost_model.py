@@ -124,6 +124,40 @@ def test_keys_are_expanded_if_that_takes_less_time(new: int, is_expanded: bool) 
             assert 0 < added_s < (SHAPE.num_layers - 1) * expand_s / 2
 
 
+SELECTING = dataclasses.replace(SHAPE, top_k=1000, stored_pair_flops=3 * SHAPE.attention_flops, index_flops=300)
+
+
+@given(st.integers(0, 50), st.integers(1, 20), st.integers(1, 5), st.integers(1, 99))
+def test_selected_pairs_are_counted_query_by_query(first: int, count: int, step: int, top_k: int) -> None:
+    run = Run(0, first, count, step)
+    used = [min(first + index * step + 1, top_k) for index in range(count)]
+    assert attended_pairs(run) - cost_model.outside_pairs(run, top_k) == sum(used)
+
+
+@given(st.sampled_from(Strategy), PASSINGS, st.integers(1, 5), st.integers(1, 1000))
+def test_selection_costs_nothing_while_a_query_may_use_all_keys(
+    strategy: Strategy, passing: Passing | None, cp: int, new: int
+) -> None:
+    shape = dataclasses.replace(SELECTING, top_k=None, index_flops=0)
+    same_s = estimate(strategy, [new], [1000 - new], cp, shape=shape, passing=passing)
+    assert estimate(strategy, [new], [1000 - new], cp, shape=SELECTING, passing=passing) == same_s
+
+
+def test_later_keys_are_only_scored() -> None:
+    """Check 2000 queries that score up to 101,000 keys and use 1000 of them."""
+    added_s = [estimate(Strategy.NONE, [2000], [prefix], 1, shape=SELECTING) for prefix in (98_000, 99_000)]
+    scored_s = (SHAPE.num_layers - 1) * 2000 * 1000 * 300 / RATES.attention_flops_per_s
+    assert added_s[1] - added_s[0] == pytest.approx(scored_s)
+
+
+@given(PASSINGS, st.integers(2, 5))
+def test_ranks_share_the_work_of_selection(passing: Passing | None, cp: int) -> None:
+    rates = dataclasses.replace(RATES, exchange_s=0.0, exchange_bytes_per_s=1e18, row_s=0.0, merge_row_s=0.0, run_s=0.0)
+    whole_s = estimate(Strategy.NONE, [60_000], [0], 1, rates, SELECTING) - rates.step_s
+    shared_s = estimate(Strategy.ZIGZAG, [60_000], [0], cp, rates, SELECTING, passing) - rates.step_s
+    assert shared_s == pytest.approx(whole_s / cp, rel=0.2)
+
+
 def test_tp_ranks_pay_for_two_sums_a_layer_by_their_own_tokens() -> None:
     rates = dataclasses.replace(RATES, all_reduce_s=1e-3, all_reduce_row_s=1e-5)
     for strategy, num_own in {Strategy.NONE: 64, Strategy.ZIGZAG: 16}.items():
