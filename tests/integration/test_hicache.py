@@ -155,6 +155,13 @@ def test_tokens_do_not_depend_on_the_tiers_that_have_a_prompt_and_every_process_
         check_restarted(way, checkpoint, oracle, engine, tmp_path / f"{number}")
 
 
+def test_layers_that_store_different_parts_keep_them(models: Models, engine: LocalEngine, tmp_path: Path) -> None:
+    checkpoint = models.folder("glm_moe_dsa")
+    ways: list[Way] = [(2, GATHER, 1), (2, RING, 1)]
+    for number, way in enumerate(ways):
+        check_tiers(way, checkpoint, models.oracle(checkpoint, NUM_TOKENS), engine, tmp_path / f"{number}")
+
+
 @pytest.mark.parametrize(
     "ways", [[(1, GATHER, 1), (2, RING, 1)], pytest.param([(2, GATHER, 2)], marks=pytest.mark.full)], ids=str
 )

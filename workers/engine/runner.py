@@ -104,7 +104,8 @@ class ModelRunner:
     ) -> None:
         """Run a dummy prompt step in the null page. Every rank of the replica calls this."""
         num_pages = pages_for(prefix_len + num_tokens, self._pool.page_size)
-        null_pages = np.full(num_pages, self._null_page, dtype=np.int64)
+        # Owners take turns, as in every request.
+        null_pages = self._null_page + np.arange(num_pages, dtype=np.int64) % self._owners
         scheduled = [dummy_request(num_tokens, prefix_len)]
         dp, cp = self._model.groups.parallel.dp, self._groups.cp.size
         shape = join_shapes([make_step_shape(scheduled, strategy, passing, cp)] * dp, cp)[0]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import HEAD_DIM, check_scenario
+from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.selection_oracle import SelectedRun, SelectedScenario
 from tests.fakes.thread_group import on_thread_ranks
 from workers.attention.runs import Run
@@ -22,9 +25,15 @@ from workers.attention.selection import (
     best_keys,
     index_scores,
 )
+from workers.attention.torch_backend import TorchAttention
 from workers.engine import selected_keys
 from workers.engine.page_share import PageShare
+from workers.engine.rank_groups import RankGroups
+from workers.engine.runner import ModelRunner
 from workers.engine.selected_keys import NO_KEY, SelectableKeys
+from workers.engine.weights import load_model
+from workers.memory.page_pool import PagePool
+from workers.parallel.collectives import Communicator
 
 scenarios = st.integers(1, 3).flatmap(
     lambda num_requests: st.builds(
@@ -157,3 +166,19 @@ def test_memory_does_not_grow_with_the_context(monkeypatch: pytest.MonkeyPatch) 
     )
     selectable.select(IndexQueries(torch.randn(200, 2, 4), torch.randn(200, 2)), keys, 5)
     assert max(sizes) <= most
+
+
+@pytest.mark.parametrize("passing", [None, *Passing])
+def test_dummy_steps_may_be_longer_than_a_selection(passing: Passing | None, tmp_path: Path) -> None:
+    """Every page of such a step is a null page."""
+    folder = make_checkpoint(tmp_path, "glm_moe_dsa")
+    ownership = KvOwnership.REPLICATED if passing is None else KvOwnership.SHARDED
+
+    def run(group: Communicator) -> bool:
+        model = load_model(folder)
+        pool = PagePool.of_one_rank(model.config.kv_geometry("dummy", "float32", 4), 3)
+        runner = ModelRunner(model, pool, TorchAttention(), RankGroups(cp=group), ownership)
+        runner.run_dummy(21, 50, Strategy.ZIGZAG, passing)
+        return any(bool(part[:3].any()) for layer in range(4) for part in pool.layer_view(layer))
+
+    assert on_thread_ranks(3, run) == [False] * 3

@@ -24,7 +24,7 @@ from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton import backend
 from workers.attention.triton.backend import TritonAttention
-from workers.engine import attention_context, runner
+from workers.engine import runner, step_context
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
@@ -114,7 +114,7 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
             merged.kinds.add(tuple(partial.out.dtype for partial in partials))
         return merge(partials, sinks)
 
-    for module in (attention_context, runner):
+    for module in (step_context, runner):
         monkeypatch.setattr(module, "merge", note_merge)
     passings = [None] if ownership is KvOwnership.REPLICATED else list(Passing)
 
