@@ -103,7 +103,7 @@ def _exchange_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> floa
         return 0.0
     geometry, tp = model.geometry, pool.parallel.tp
     copies = head_copies((group.num_heads for group in geometry.groups), tp)
-    row_bytes = geometry.bytes_per_token / geometry.num_layers * copies / tp
+    row_bytes = max(group.num_heads * group.slot_bytes for group in geometry.groups) * copies / tp
     longest, cost = config.model.longest_context(model.config.max_position_embeddings), model.config.cost(model.dtype)
     passed_kv = (2 / pool.parallel.cp + model.config.selects_keys) * longest * row_bytes
     passed_q = pool.chunk_tokens * cost.partial_row_bytes / tp * _PASSED_QUERIES

@@ -170,6 +170,24 @@ def test_every_rank_of_a_ring_passes_whole_latents(tmp_path: Path) -> None:
     assert activations("mode: ring, passing: pass_q") - gathered == pytest.approx(8192 * 16 * 128 * 16)
 
 
+def test_memory_to_select_keys_is_included(tmp_path: Path) -> None:
+    def activations(shape: dict[str, Any], more: str = "mode: gather") -> float:
+        parallel = "{cp: 2, tp: 8, ep: 16}"
+        config, model = planned(tmp_path, shape, f"prefill: {{parallel: {parallel}, chunk_tokens: 8192, {more}}}")
+        assert (expected_memory(config, config.decode, model).graphs == 0) == ("index_topk" in shape)
+        return expected_memory(config, config.prefill, model).activations * GIB
+
+    indexed = DEEPSEEK | {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048}
+    gathered = activations(indexed)
+    # Per token: the indexer's queries, key and weights, a selection of 32-bit numbers, and 16 results in fp32.
+    of_token = (64 * 128 + 128 + 2 * 64 + 2 * 2048 + 16 * 512) * 2
+    assert gathered - activations(DEEPSEEK) == pytest.approx(8192 * of_token + 4 * 4 * (1 << 22))
+    all_keys, two_blocks = 131072 * 704 * 2, 2 * 65536 * 704 * 2
+    assert activations(indexed, "mode: ring, passing: pass_kv") - gathered == pytest.approx(two_blocks + all_keys)
+    queries = 8192 * (16 * 512 * 16 + 64 * 129 * 4 + 2048 * 4)
+    assert activations(indexed, "mode: ring, passing: pass_q") - gathered == pytest.approx(queries)
+
+
 def test_expanded_keys_are_included_but_do_not_grow_with_the_context(tmp_path: Path) -> None:
     def activations(max_len: int) -> float:
         shape = DEEPSEEK | {"max_position_embeddings": max_len}
