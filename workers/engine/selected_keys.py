@@ -59,7 +59,8 @@ class SelectableKeys:
     def attend(self, query: Tensor, keys: Tensor, selected: Tensor, params: AttentionParams) -> Partial:
         """Return attention of ``query [queries, heads, D]`` to the selected ``keys [page, 1, slot, D]``, in fp32."""
         assert params.value_dim is not None, "values must be part of their keys"
-        result = empty_partial(query.float(), params.value_dim)
+        empty, lse = empty_partial(query, params.value_dim)
+        result = Partial(empty.float(), lse)
         step = max(MOST_SELECTED // (selected.shape[1] * query.shape[-1]), 1)
         for run, begin in self._runs:
             for first in range(begin, begin + run.count, step):
@@ -76,7 +77,8 @@ class SelectableKeys:
         num_visible = self._share.num_held(block.request, positions + 1)
         visible = device_of(keys).put(torch.from_numpy(num_visible))[:, None]
         best = Chosen(index.weights.new_empty(block.count, 0), visible.new_empty(block.count, 0))
-        for begin, tile in self._tiles(block.request, int(num_visible[-1]), keys, index.q.shape[:2].numel()):
+        widest = max(index.weights.numel(), keys.shape[-1])
+        for begin, tile in self._tiles(block.request, int(num_visible[-1]), keys, MOST_SCORED // widest):
             numbers = torch.arange(begin, begin + len(tile), device=keys.device)
             scores = index_scores(index, tile)
             if begin + len(tile) > num_visible[0]:
@@ -85,10 +87,13 @@ class SelectableKeys:
             best = best_keys(Chosen(*(torch.cat(pair, dim=1) for pair in both)), top_k)
         return best
 
-    def _tiles(self, request: int, num_keys: int, keys: Tensor, num_heads: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield tiles ``[n, dim]`` of a request's first keys, each with the number of its first key."""
+    def _tiles(self, request: int, num_keys: int, keys: Tensor, most_keys: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield tiles ``[n, dim]`` of a request's first keys, each with the number of its first key.
+
+        A tile has at most ``most_keys`` keys, or one page.
+        """
         page_size = self._share.page_size
-        num_pages = max(MOST_SCORED // (num_heads * page_size), 1)
+        num_pages = max(most_keys // page_size, 1)
         for begin in range(0, num_keys, num_pages * page_size):
             pages = self._tables[request][begin // page_size :][:num_pages]
             rows = keys[:, 0].index_select(0, pages).flatten(0, 1)

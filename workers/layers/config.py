@@ -10,7 +10,7 @@ MOST_EXPANDED = 4096
 40 MiB.
 """
 MOST_SCORED = 1 << 22
-"""Maximum number of scores of an indexer's heads that exist at a time, in fp32."""
+"""Maximum number of products of an indexer's heads, and of elements of its keys, that exist at a time, in fp32."""
 MOST_SELECTED = 1 << 22
 """Maximum number of elements of selected rows that exist at a time, in fp32, if a single query has no more."""
 
@@ -186,14 +186,14 @@ class LatentAttentionConfig:
         return cost if self.indexer is None else self._with_selection(cost, self.indexer, hidden_size)
 
     def _with_selection(self, cost: AttentionCost, indexer: IndexerConfig, hidden_size: int) -> AttentionCost:
-        # Products of heads, and candidates with their scores; rows as stored, and in fp32.
-        num_rows = max(MOST_SELECTED, indexer.top_k * self.stored_dim)
+        # Either an indexer's products, and its keys as stored and in fp32, or rows as stored and in fp32, and scores.
+        most = max(MOST_SCORED, MOST_SELECTED, indexer.top_k * self.stored_dim)
         cost = cost._replace(
             query_width=self.num_heads * self.stored_dim,
             out_width=self.num_heads * self.kv_rank,
             # Results are in fp32.
             width=cost.width + self.num_heads * self.kv_rank,
-            selection_bytes=4 * (2 * MOST_SCORED + 2 * num_rows),
+            selection_bytes=4 * 3 * most,
             top_k=indexer.top_k,
         )
         if self.shares_selection:

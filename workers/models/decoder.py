@@ -72,7 +72,7 @@ class DecoderModel(nn.Module):
         layers = {str(layer): DecoderLayer(config, layer, groups) for layer in stage}
         self.layers = nn.ModuleDict(layers)
         self.attention = layers[str(stage.start)].self_attn.shape
-        """Attention shape of the first layer. Other layers can differ only in their windows."""
+        """Attention shape of the first layer. Other layers can differ only in their windows and indexers."""
         if self.is_last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             tied = self.embed_tokens if is_tied else None

@@ -1,4 +1,7 @@
-"""GLM-5: DeepSeek-V3.2's layers, of which some use the keys that a layer before them has selected."""
+"""GLM-5: DeepSeek-V3.2's layers, of which some use the keys that a layer before them has selected.
+
+See arXiv:2603.12201.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -181,7 +181,7 @@ def test_memory_to_select_keys_is_included(tmp_path: Path) -> None:
     gathered = activations(indexed)
     # Per token: the indexer's queries, key and weights, a selection of 32-bit numbers, and 16 results in fp32.
     of_token = (64 * 128 + 128 + 2 * 64 + 2 * 2048 + 16 * 512) * 2
-    assert gathered - activations(DEEPSEEK) == pytest.approx(8192 * of_token + 4 * 4 * (1 << 22))
+    assert gathered - activations(DEEPSEEK) == pytest.approx(8192 * of_token + 3 * 4 * (1 << 22))
     all_keys, two_blocks = 131072 * 704 * 2, 2 * 65536 * 704 * 2
     assert activations(indexed, "mode: ring, passing: pass_kv") - gathered == pytest.approx(two_blocks + all_keys)
     queries = 8192 * (16 * 512 * 16 + 64 * 129 * 4 + 2048 * 4)
