@@ -21,6 +21,7 @@ from workers.context_parallel.cost_model import (
     attended_pairs,
     computed_pairs,
     estimate_step_s,
+    even_chunk,
     undivided,
 )
 from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan, make_step_shape
@@ -148,6 +149,16 @@ def test_later_keys_are_only_scored() -> None:
     added_s = [estimate(Strategy.NONE, [2000], [prefix], 1, shape=SELECTING) for prefix in (98_000, 99_000)]
     scored_s = (SHAPE.num_layers - 1) * 2000 * 1000 * 300 / RATES.attention_flops_per_s
     assert added_s[1] - added_s[0] == pytest.approx(scored_s)
+
+
+def test_chunks_that_select_keys_take_equally_long_after_any_prefix() -> None:
+    rates = dataclasses.replace(RATES, step_s=0.0, run_s=0.0, exchange_s=0.0)
+    chunk = even_chunk(SELECTING, rates, 1, 8192)
+    times_s = [
+        estimate(Strategy.NONE, [chunk(prefix)], [prefix], 1, rates, SELECTING) for prefix in (0, 999, 50_000, 500_000)
+    ]
+    assert times_s == pytest.approx([times_s[0]] * 4, rel=0.01)
+    assert chunk(500_000) > 3 * even_chunk(SHAPE, rates, 1, 8192)(500_000)
 
 
 @given(PASSINGS, st.integers(2, 5))
