@@ -83,7 +83,12 @@ def read_indexed(
     one_of(hf, "moe_layer_freq", 1, None)
     one_of(hf, "mlp_bias", False, None)
     hf.positive("q_lora_rank")
-    config = _read(hf, _v3_router(hf), renormalize=hf.flag("norm_topk_prob"), is_interleaved=True)
+    kinds, are_sparse = hf.get("mlp_layer_types"), None
+    if kinds is not None:
+        kinds = kinds_of_layers(hf, "mlp_layer_types", kinds, ("dense", "sparse"))
+        are_sparse = [kind == "sparse" for kind in kinds]
+    renormalize = hf.flag("norm_topk_prob")
+    config = _read(hf, _v3_router(hf), renormalize=renormalize, is_interleaved=True, are_sparse=are_sparse)
     assert isinstance(config.attention, LatentAttentionConfig)
     indexer = IndexerConfig(
         num_heads=hf.positive("index_n_heads"),
@@ -113,10 +118,21 @@ def _v3_router(hf: HfConfig) -> RouterConfig:
     )
 
 
-def _read(hf: HfConfig, router: RouterConfig, *, renormalize: bool, is_interleaved: bool) -> DecoderConfig:
+def _read(
+    hf: HfConfig,
+    router: RouterConfig,
+    *,
+    renormalize: bool,
+    is_interleaved: bool,
+    are_sparse: Sequence[bool] | None = None,
+) -> DecoderConfig:
+    """Read the fields that all of these models have in common. ``are_sparse`` says which layers have experts."""
     moe = _read_experts(hf, router, renormalize=renormalize)
     mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"))
-    layers: list[FeedForwardConfig] = [moe if is_sparse else mlp for is_sparse in _sparse_layers(hf)]
+    num_dense, every = _count(hf, "first_k_dense_replace"), hf.positive("moe_layer_freq", 1)
+    if are_sparse is None:
+        are_sparse = [layer >= num_dense and layer % every == 0 for layer in range(hf.num_layers)]
+    layers: list[FeedForwardConfig] = [moe if is_sparse else mlp for is_sparse in are_sparse]
     return read_decoder(
         hf,
         _read_attention(hf, is_interleaved=is_interleaved),
@@ -124,15 +140,6 @@ def _read(hf: HfConfig, router: RouterConfig, *, renormalize: bool, is_interleav
         renamed={"shared_expert": "shared_experts"},
         num_draft_layers=_count(hf, "num_nextn_predict_layers"),
     )
-
-
-def _sparse_layers(hf: HfConfig) -> list[bool]:
-    """Return by layer whether it has experts."""
-    num_dense, every = _count(hf, "first_k_dense_replace"), hf.positive("moe_layer_freq", 1)
-    kinds = hf.get("mlp_layer_types")
-    if kinds is None:
-        return [layer >= num_dense and layer % every == 0 for layer in range(hf.num_layers)]
-    return [kind == "sparse" for kind in kinds_of_layers(hf, "mlp_layer_types", kinds, ("dense", "sparse"))]
 
 
 def kinds_of_layers(hf: HfConfig, key: str, given: Sequence[str], allowed: Sequence[str]) -> Sequence[str]:
