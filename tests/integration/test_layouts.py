@@ -31,8 +31,12 @@ DENSE_MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
     "qwen3": {"num_key_value_heads": 1},
     "deepseek_v2": {"q_lora_rank": None, "first_k_dense_replace": 2},
+    "deepseek_v32": {"first_k_dense_replace": 3, "attention_bias": True},
+    "glm_moe_dsa": {"first_k_dense_replace": 4},
 }
-"""Models with biases and norms of every kind, with 1 to 4 KV heads, and with one latent for all heads."""
+"""Models with biases and norms of every kind, with 1 to 4 KV heads, with one latent for all heads, and with selected
+keys.
+"""
 TENSOR_PARALLEL: dict[str, list[Any]] = {
     "family": list(DENSE_MODELS),
     "prefill": [ParallelConfig(cp=cp, tp=tp) for cp, tp in product((1, 2), (1, 2, 4)) if cp * tp < 8],
