@@ -4,10 +4,9 @@ With pass-KV, each rank's keys circulate, including cached keys. With pass-Q, qu
 partials over its part of the prefix.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property, partial
-from itertools import accumulate, chain, pairwise
-from operator import add
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from workers.attention.selection import Chosen, IndexQueries, are_among_best
 from workers.context_parallel.exchange import HomewardPartials, gather_rows
 from workers.device import device_of
 from workers.engine.batch import StepBatch
-from workers.engine.page_share import PageShare
+from workers.engine.joined_blocks import JoinedBlocks
 from workers.engine.selected_keys import NO_KEY, SelectableKeys
 from workers.engine.step_context import CpExchange, StepContext, work_of
 from workers.engine.step_keys import PrefixKeys, read_prefixes
@@ -99,8 +98,8 @@ class PassKvContext(StepContext):
             yield source, block
 
     @cached_property
-    def _joined(self) -> "_JoinedBlocks":
-        return _JoinedBlocks(self.batch, [self._key_runs(source) for source in range(self.batch.shards.cp)])
+    def _joined(self) -> JoinedBlocks:
+        return JoinedBlocks(self.batch, [self._key_runs(source) for source in range(self.batch.shards.cp)])
 
     def _key_runs(self, source: int) -> RankRuns:
         """Return the runs of the keys in a rank's block. All prefixes precede the new tokens."""
@@ -109,32 +108,6 @@ class PassKvContext(StepContext):
         prefixes = tuple(Run(request, 0, length, 1) for request, length in enumerate(lens) if length)
         is_passed = source == self.batch.cp_rank or not shards.is_replicated
         return prefixes + shards.runs[source] if is_passed else prefixes
-
-
-class _JoinedBlocks:
-    """All ranks' blocks of a layer in pages: every key of the step, in order of position.
-
-    Keys can only be selected when all are known, so each rank holds all keys of a layer while it attends to them.
-    """
-
-    def __init__(self, batch: StepBatch, key_runs: Sequence[RankRuns]) -> None:
-        shards, device = batch.shards, device_of(batch.token_ids)
-        lens = map(add, shards.prefix_lens, shards.extend_lens)
-        begins = list(accumulate((pages_for(length, batch.page_size) for length in lens), initial=0))
-        self.num_slots = begins[-1] * batch.page_size
-        tables = device.put(torch.arange(begins[-1])).split_with_sizes([end - begin for begin, end in pairwise(begins)])
-        self.keys = SelectableKeys(batch.runs, tables, PageShare(1, (0,) * len(tables), batch.page_size))
-        self.slots: list[Tensor] = []
-        """Slots of the rows in each rank's block."""
-        for source, runs in enumerate(key_runs):
-            share, lens_of_prefixes = batch.share_of(source), batch.prefix_lens_by_owner[source]
-            num_prefixes = sum(length > 0 for length in lens_of_prefixes)
-            positions = [torch.arange(0)]
-            for number, run in enumerate(runs):
-                own = torch.arange(run.count) * run.step + run.first_position
-                held = share.positions(run.request, own) if number < num_prefixes else own
-                positions.append(held + begins[run.request] * batch.page_size)
-            self.slots.append(device.put(torch.cat(positions)))
 
 
 class PassQContext(StepContext):
