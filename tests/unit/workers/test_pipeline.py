@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,8 @@ SHAPE = ModelShape(
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages_one_after_another_are_the_whole_model(tmp_path: Path, family: str, tied: bool) -> None:
-    folder = make_checkpoint(tmp_path, family, num_hidden_layers=3, tie_word_embeddings=tied)
+    shape: dict[str, Any] = {"indexer_types": ["full", "full", "shared"]} if family == "glm_moe_dsa" else {}
+    folder = make_checkpoint(tmp_path, family, num_hidden_layers=3, tie_word_embeddings=tied, **shape)
     stages = [
         load_model(folder, groups=ModelGroups(parallel=ParallelConfig(pp=2), global_rank=rank)) for rank in (0, 1)
     ]
