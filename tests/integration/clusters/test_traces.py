@@ -1,4 +1,4 @@
-"""What a whole cluster on real Ray reports of its requests: traces, phases and hits."""
+"""Reports of a whole cluster on real Ray about its requests: traces, phases and hits."""
 
 import json
 import subprocess

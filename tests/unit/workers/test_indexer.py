@@ -152,7 +152,7 @@ def test_stages_do_not_begin_with_a_layer_that_shares_a_selection(pp: int, reaso
         ("DeepseekV32", {"rope_interleave": False}, "rope_interleave is False; allowed: True"),
         ("DeepseekV32", {"indexer_rope_interleave": True}, "indexer_rope_interleave is True; allowed: False"),
         ("DeepseekV32", {"moe_layer_freq": 2}, "moe_layer_freq is 2; allowed: 1"),
-        ("DeepseekV32", {"quantization_config": {"quant_method": "fp8"}}, r"the checkpoint is quantized \(fp8\)"),
+        ("DeepseekV32", {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None; allowed"),
         ("DeepseekV32", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries; allowed: 61"),
         ("DeepseekV32", {"mlp_layer_types": ["linear"] * 61}, "mlp_layer_types has linear; allowed: dense or sparse"),
         ("GlmMoeDsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave is False; allowed: True"),
