@@ -46,7 +46,7 @@ DECODE = make_record("decode-0", 0, sizes())
 
 
 def plan_of(*prompt_lens: int, **prefill: Any) -> StepPlan:
-    """Return the first step of a replica with two CP ranks for some prompts."""
+    """Return the first step of a replica with two CP ranks for some prompts. No step here is long enough to be cut."""
     config = DeployConfig.model_validate({"prefill": {"parallel": {"cp": CP}, **prefill}})
     spec = lone_worker(config, Role.PREFILL)
     layout = msgspec.structs.replace(LAYOUT, num_pages=64)
@@ -57,7 +57,7 @@ def plan_of(*prompt_lens: int, **prefill: Any) -> StepPlan:
         layout=layout,
         model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=LONGEST)),
         model_shape=SHAPE,
-        rates=Rates(),
+        rates=Rates(step_s=0.1),
         backend=SimpleNamespace(settle_s=1.0),
         step_recorder=SimpleNamespace(recorder=None),
     )
