@@ -3,17 +3,21 @@
 import heapq
 import itertools
 from collections.abc import Iterator
-from typing import Generic, TypeVar
-
-import msgspec
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 
-class _Entry(msgspec.Struct, Generic[T], order=True, frozen=True):
+class _Place(NamedTuple):
+    """Place in the order; places are ordered like their fields."""
+
     priority: int
     begin: float
     number: int
+
+
+class _Entry(NamedTuple, Generic[T]):
+    place: _Place
     tenant: str
     length: float
     """Virtual time that the item takes."""
@@ -24,11 +28,17 @@ class FairQueue(Generic[T]):
     """Queue ordered by priority, then fairly among tenants, then by arrival.
 
     Start-time fair queueing (Goyal, Vin and Cheng, 1996): tenants are served in proportion to their weights, however
-    many items each of them adds. A tenant that was idle is served at once, but has saved nothing up.
+    many items each of them adds. A tenant that was idle is served at once, but has saved nothing up. Any item can leave
+    in logarithmic time.
     """
 
     def __init__(self) -> None:
-        self._entries: list[_Entry[T]] = []
+        self._entries: dict[int, _Entry[T]] = {}
+        """Entries by the identities of their items, in order of arrival."""
+        self._lines: dict[str, list[_Place]] = {}
+        """Heap of each tenant's places. The first is taken; others may be those of items that have left."""
+        self._taken: dict[_Place, _Entry[T]] = {}
+        """Entries by their places."""
         self._numbers = itertools.count()
         self._now = 0.0
         """Virtual time: the latest begin of an item taken."""
@@ -39,17 +49,19 @@ class FairQueue(Generic[T]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[T]:
-        return (entry.item for entry in self._entries)
+        return (entry.item for entry in self._entries.values())
 
     @property
     def first(self) -> T:
-        return self._entries[0].item
+        return self._taken[min(self._heads())].item
 
     def push(self, item: T, tenant: str, cost: float, weight: float = 1.0, priority: int = 0) -> None:
         """Add an item. ``cost`` is the work that it takes, in any unit that all items of the queue share."""
         begin, length = max(self._now, self._end_of.get(tenant, 0.0)), cost / weight
         self._end_of[tenant] = begin + length
-        heapq.heappush(self._entries, _Entry(priority, begin, next(self._numbers), tenant, length, item))
+        place = _Place(priority, begin, next(self._numbers))
+        self._entries[id(item)] = self._taken[place] = _Entry(place, tenant, length, item)
+        heapq.heappush(self._lines.setdefault(tenant, []), place)
 
     def pop(self) -> T:
         first = self.first
@@ -58,43 +70,40 @@ class FairQueue(Generic[T]):
 
     def remove(self, item: T) -> None:
         """Remove an item that waits no longer, if it is still in the queue. Its tenant owes nothing for it."""
-        removed = next((entry for entry in self._entries if entry.item is item), None)
+        removed = self._entries.get(id(item))
         if removed is not None:
             self._end_of[removed.tenant] -= removed.length
-            self._entries.remove(removed)
-            heapq.heapify(self._entries)
-            self._forget_if_empty()
+            self._forget(removed)
 
     def take(self, item: T) -> None:
         """Remove an item that is served, perhaps before its turn."""
-        place = next(place for place, entry in enumerate(self._entries) if entry.item is item)
-        self._now = max(self._now, self._entries[place].begin)
-        if place == 0:
-            heapq.heappop(self._entries)
-        else:
-            del self._entries[place]
-            heapq.heapify(self._entries)
-        self._forget_if_empty()
+        taken = self._entries[id(item)]
+        self._now = max(self._now, taken.place.begin)
+        self._forget(taken)
 
     def behind_first(self) -> list[T]:
         """Return the first item of every tenant but that of the first item, in order, if it has the same priority."""
-        first, others = self._entries[0], dict[str, _Entry[T]]()
-        for entry in self._entries:
-            if entry.tenant != first.tenant and entry.priority == first.priority:
-                others[entry.tenant] = min(entry, others.get(entry.tenant, entry))
-        return [entry.item for entry in sorted(others.values())]
+        first, *others = sorted(self._heads())
+        return [self._taken[head].item for head in others if head.priority == first.priority]
 
     def least_entitled(self) -> T:
         """Return the newest item of the tenant with the most items: the one to drop if there are too many."""
         counts: dict[str, int] = {}
-        for entry in self._entries:
+        for entry in self._entries.values():
             counts[entry.tenant] = counts.get(entry.tenant, 0) + 1
         most = max(counts.values())
-        return max(
-            (entry for entry in self._entries if counts[entry.tenant] == most), key=lambda entry: entry.number
-        ).item
+        return next(entry.item for entry in reversed(self._entries.values()) if counts[entry.tenant] == most)
 
-    def _forget_if_empty(self) -> None:
+    def _heads(self) -> Iterator[_Place]:
+        return (line[0] for line in self._lines.values())
+
+    def _forget(self, entry: _Entry[T]) -> None:
+        del self._entries[id(entry.item)], self._taken[entry.place]
+        line = self._lines[entry.tenant]
+        while line and line[0] not in self._taken:
+            heapq.heappop(line)
+        if not line:
+            del self._lines[entry.tenant]
         if not self._entries:  # nobody waits, so nobody is owed anything
             self._end_of.clear()
             self._now = 0.0

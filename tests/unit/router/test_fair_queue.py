@@ -61,3 +61,22 @@ def test_removed_items_are_not_served() -> None:
     queue.remove("gone")
     assert [queue.pop(), queue.pop()] == ["b0", "a1"]
     assert len(queue) == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.integers(0, 9)), max_size=60), st.randoms())
+def test_items_that_leave_do_not_change_the_order_of_the_others(items, generator) -> None:  # type: ignore[no-untyped-def]
+    """Items of priority 2 leave before they are served."""
+    everyone, others = FairQueue[int](), FairQueue[int]()
+    for number, (tenant, priority, _) in enumerate(items):
+        everyone.push(number + 1000, tenant, 0, priority=priority)
+        if priority < 2:
+            others.push(number + 1000, tenant, 0, priority=priority)
+    leaving = [item for item in everyone if items[item - 1000][1] == 2]
+    generator.shuffle(leaving)
+    for item in leaving:
+        everyone.remove(item)
+        everyone.remove(item)
+    assert len(everyone) == len(others)
+    while others:
+        assert (everyone.first, everyone.behind_first()) == (others.first, others.behind_first())
+        assert everyone.pop() == others.pop()
