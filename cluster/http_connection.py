@@ -25,6 +25,8 @@ from cluster.spec.clock import SystemClock
 
 MAX_HEAD_BYTES = 64 << 10
 """Maximum size of a request head, of a chunked body's trailers, and of what precedes a chunk."""
+MAX_HEADERS = 128
+"""Maximum number of headers of a request."""
 MAX_PIPELINED = 64
 """Maximum number of requests that wait on one connection for the responses before theirs."""
 MAX_DISCARDED_BYTES = 64 << 20
@@ -87,6 +89,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None
     """Next look at what the client has read, while a response waits for it."""
+    _arrived = b""
+    """What has arrived and waits to be read."""
+    _is_put_off = False
+    """True if reading is paused until this connection's turn."""
     _num_head_bytes = 0
     """Bytes since the last packet with the end of a head, a part of a body, or the end of a request."""
     _has_begun_inside = False
@@ -152,7 +158,34 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._is_deaf:
             self._discard(data)
+        elif self._is_own_port:
+            self._read(data)
+        else:
+            self._arrived += data
+            if not self._is_put_off:
+                self._crowd.read(self._read_arrived, self.client[0] if self.client else "")
+            if self._arrived:
+                self._is_put_off = True
+                self._wire.pause_reading()
+
+    def _read_arrived(self) -> None:
+        data, self._arrived = self._arrived, b""
+        if self._wire.is_closing():
             return
+        if self._is_deaf:
+            self._discard(data)
+        else:
+            self._read(data)
+        if self._is_put_off:
+            self._is_put_off = False
+            if not self._wire.is_closing() and not self.flow.read_paused:
+                self._wire.resume_reading()
+
+    @property
+    def _is_own_port(self) -> bool:
+        return self.server is not None and self.server[1] == self.own_port
+
+    def _read(self, data: bytes) -> None:
         if self._stage is _Stage.END:
             self._stage = _Stage.HEAD
             self._has_begun_inside = False
@@ -163,6 +196,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._stage is not _Stage.END and not self._is_deaf:
             self._limit_rest(data)
         self._count()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            raise Refusal(_TOO_LARGE, "too_many_headers", f"the request has more than {MAX_HEADERS} headers")
 
     def on_headers_complete(self) -> None:
         version = self.parser.get_http_version()
@@ -205,7 +243,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         start = partial(super()._start_asgi_task, cycle, app)
-        if self.server is not None and self.server[1] == self.own_port:
+        if self._is_own_port:
             start()
         else:
             self._crowd.start(start, _client_of(cycle.scope))

@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from typing import ClassVar
@@ -9,22 +10,53 @@ from weakref import WeakKeyDictionary
 
 MAX_STARTS = 4
 """Maximum number of requests that start in one pass of the event loop."""
+MAX_READ_S = 0.005
+"""Time in one pass of the event loop after which nothing more is read from connections."""
 MAX_UNREAD_BYTES = 128 << 20
 """Maximum size of the responses that clients have not read."""
 _IDLE_SHARE = 0.5
 """Maximum share of the process's file descriptors that connections take while they wait for their clients."""
 
 
+class _Turns:
+    """Calls that wait, by client. Clients take turns, so that none waits for another one's crowd."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
+        """The first client is the next."""
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, call: Callable[[], None], client: Hashable) -> None:
+        self._waiting.setdefault(client, deque()).append(call)
+
+    def pop(self) -> Callable[[], None]:
+        client = next(iter(self._waiting))
+        own = self._waiting.pop(client)
+        call = own.popleft()
+        if own:
+            self._waiting[client] = own
+        return call
+
+
 class Crowd:
-    """All HTTP connections of one event loop."""
+    """All HTTP connections of one event loop.
+
+    In each pass of the loop, only so much is read and so many requests start that streams and timers never wait for a
+    crowd of clients.
+    """
 
     _crowds: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "Crowd"]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
-        """Requests that wait to be started, by client; the first client is the next."""
+        self._reads, self._starts = _Turns(), _Turns()
+        self._is_counting = False
+        """True if something was read or started in this pass."""
         self._num_left = MAX_STARTS
         """Number of requests that may still start in this pass."""
+        self._left_s = MAX_READ_S
+        """Time that reading may still take in this pass."""
         self._unread: dict[asyncio.Transport, Hashable] = {}
         """Connections whose clients have to read before more is sent, with their clients, in order of their waits."""
         self._idle: dict[asyncio.Transport, None] = {}
@@ -36,15 +68,16 @@ class Crowd:
     def of(cls, loop: asyncio.AbstractEventLoop) -> "Crowd":
         return cls._crowds.get(loop) or cls._crowds.setdefault(loop, cls())
 
-    def start(self, begin: Callable[[], None], client: Hashable) -> None:
-        """Start a request, in a later pass of the event loop if this one has started ``MAX_STARTS``.
+    def read(self, parse: Callable[[], None], client: Hashable) -> None:
+        """Read what has arrived on a connection, in a later pass of the event loop if ``MAX_READ_S`` are over."""
+        self._count_pass()
+        self._reads.add(parse, client)
+        self._read_some()
 
-        So a pass takes little time, and the tokens of streams and the timers never wait for a crowd of requests.
-        Clients take turns: the request of one does not wait for the crowd of another.
-        """
-        if self._num_left == MAX_STARTS:
-            asyncio.get_running_loop().call_soon(self._begin_pass)
-        self._waiting.setdefault(client, deque()).append(begin)
+    def start(self, begin: Callable[[], None], client: Hashable) -> None:
+        """Start a request, in a later pass of the event loop if this one has started ``MAX_STARTS``."""
+        self._count_pass()
+        self._starts.add(begin, client)
         self._start_some()
 
     def add_idle(self, wire: asyncio.Transport) -> None:
@@ -80,18 +113,26 @@ class Crowd:
             sizes[client] += wire.get_write_buffer_size()
         return sizes
 
-    def _begin_pass(self) -> None:
-        self._num_left = MAX_STARTS
-        if self._waiting:
+    def _count_pass(self) -> None:
+        if not self._is_counting:
+            self._is_counting = True
             asyncio.get_running_loop().call_soon(self._begin_pass)
+
+    def _begin_pass(self) -> None:
+        self._num_left, self._left_s = MAX_STARTS, MAX_READ_S
+        self._is_counting = False
+        if self._reads or self._starts:
+            self._count_pass()
             self._start_some()
+            self._read_some()
+
+    def _read_some(self) -> None:
+        while self._reads and self._left_s > 0:
+            begin_s = time.perf_counter()
+            self._reads.pop()()
+            self._left_s -= time.perf_counter() - begin_s
 
     def _start_some(self) -> None:
-        while self._waiting and self._num_left:
+        while self._starts and self._num_left:
             self._num_left -= 1
-            client = next(iter(self._waiting))
-            own = self._waiting.pop(client)
-            begin = own.popleft()
-            if own:
-                self._waiting[client] = own
-            begin()
+            self._starts.pop()()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from cluster import http_crowd
 from cluster.bootstrap import service
 from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer
 from cluster.http_connection import BoundedHttpProtocol
@@ -203,6 +204,32 @@ def test_a_client_that_reads_slowly_gets_everything(router: Service, monkeypatch
     assert num_read > 3 << 20
     assert tail.endswith(b'"}')
     assert time.monotonic() - begin_s > 2 * router.protocol.read_s
+
+
+@pytest.mark.parametrize("num_headers", [128, 129])
+def test_a_request_has_at_most_128_headers(served: Service, num_headers: int) -> None:
+    own = ["connection: close", *["a:b"] * (num_headers - 2)]  # and the key
+    status, _, body = served.ask(head("GET /health", *own))
+    assert status == (200 if num_headers == 128 else 431)
+    if status == 431:
+        assert error_of(body)["message"] == "the request has more than 128 headers"
+
+
+def test_packets_that_wait_for_their_turns_are_read_in_order(served: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading never takes less time than a pass of the event loop may spend on it."""
+    monkeypatch.setattr(http_crowd, "MAX_READ_S", 1e-9)
+    request = head("GET /health")
+    socks = [served.connect() for _ in range(20)]
+    try:
+        for begin in range(0, len(request) * 3, 7):
+            for sock in socks:
+                sock.sendall((request * 3)[begin : begin + 7])
+        for sock in socks:
+            sock.sendall(b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n")
+        assert all(b"".join(_received(sock)).count(b"HTTP/1.1 200 OK") == 4 for sock in socks)
+    finally:
+        for sock in socks:
+            sock.close()
 
 
 def test_a_crowd_of_requests_delays_no_other_work(router: Service) -> None:

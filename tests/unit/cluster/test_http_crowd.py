@@ -4,6 +4,9 @@ import asyncio
 from functools import partial
 from typing import Any, cast
 
+import pytest
+
+from cluster import http_crowd
 from cluster.http_crowd import MAX_STARTS, MAX_UNREAD_BYTES, Crowd
 
 
@@ -48,6 +51,19 @@ async def test_clients_take_turns() -> None:
     assert started == [*"aaaaabca"]
     await asyncio.sleep(0)
     assert started == [*"aaaaabcabaa"]
+
+
+async def test_nothing_more_is_read_in_a_pass_whose_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read takes longer than a pass may spend on reading."""
+    monkeypatch.setattr(http_crowd, "MAX_READ_S", 1e-9)
+    crowd, read = Crowd.of(asyncio.get_running_loop()), list[str]()
+    await asyncio.sleep(0)
+    crowd._left_s = 1e-9
+    for name in [*"aaa", "b", "c"]:
+        crowd.read(partial(read.append, name), name)
+    for most in ("a", "aa", "aab", "aabc", "aabca", "aabca"):
+        assert read == [*most]
+        await asyncio.sleep(0)
 
 
 def test_every_event_loop_has_its_own() -> None:
