@@ -27,7 +27,7 @@ MAX_HEAD_BYTES = 64 << 10
 """Maximum size of a request head, of a chunked body's trailers, and of what precedes a chunk."""
 MAX_HEADERS = 128
 """Maximum number of headers of a request."""
-MAX_PIPELINED = 64
+MAX_PIPELINED = 8
 """Maximum number of requests that wait on one connection for the responses before theirs."""
 MAX_DISCARDED_BYTES = 64 << 20
 """Maximum number of bytes that a client can send after the response. Then its connection is aborted."""

@@ -162,7 +162,7 @@ async def test_more_pipelined_requests_than_the_limit_are_refused() -> None:
     connection = Connection()
     connection.send(GET * 2000)
     said = await connection.refusal(num_before=MAX_PIPELINED + 1)
-    assert said == "429 Too Many Requests|too_many_requests: more than 64 requests wait on one connection"
+    assert said == "429 Too Many Requests|too_many_requests: more than 8 requests wait on one connection"
 
 
 @pytest.mark.parametrize("said", [b"", b"\r\n", b"GET / HTTP/1.1\r\nhost: x\r\n"], ids=["nothing", "a line", "half"])
