@@ -90,7 +90,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _reader: asyncio.TimerHandle | None = None
     """Next look at what the client has read, while a response waits for it."""
     _arrived = b""
-    """What has arrived and waits to be read."""
+    """Bytes that have arrived and wait to be read."""
     _is_put_off = False
     """True if reading is paused until this connection's turn."""
     _num_head_bytes = 0
