@@ -36,8 +36,8 @@ class FairQueue(Generic[T]):
         self._entries: dict[int, _Entry[T]] = {}
         """Entries by the identities of their items, in order of arrival."""
         self._lines: dict[str, list[_Place]] = {}
-        """Heap of each tenant's places. The first is taken; others may be those of items that have left."""
-        self._taken: dict[_Place, _Entry[T]] = {}
+        """Heap of each tenant's places. The first has an item; the items of others may have left."""
+        self._by_place: dict[_Place, _Entry[T]] = {}
         """Entries by their places."""
         self._numbers = itertools.count()
         self._now = 0.0
@@ -53,14 +53,14 @@ class FairQueue(Generic[T]):
 
     @property
     def first(self) -> T:
-        return self._taken[min(self._heads())].item
+        return self._by_place[min(self._heads())].item
 
     def push(self, item: T, tenant: str, cost: float, weight: float = 1.0, priority: int = 0) -> None:
         """Add an item. ``cost`` is the work that it takes, in any unit that all items of the queue share."""
         begin, length = max(self._now, self._end_of.get(tenant, 0.0)), cost / weight
         self._end_of[tenant] = begin + length
         place = _Place(priority, begin, next(self._numbers))
-        self._entries[id(item)] = self._taken[place] = _Entry(place, tenant, length, item)
+        self._entries[id(item)] = self._by_place[place] = _Entry(place, tenant, length, item)
         heapq.heappush(self._lines.setdefault(tenant, []), place)
 
     def pop(self) -> T:
@@ -84,7 +84,7 @@ class FairQueue(Generic[T]):
     def behind_first(self) -> list[T]:
         """Return the first item of every tenant but that of the first item, in order, if it has the same priority."""
         first, *others = sorted(self._heads())
-        return [self._taken[head].item for head in others if head.priority == first.priority]
+        return [self._by_place[head].item for head in others if head.priority == first.priority]
 
     def least_entitled(self) -> T:
         """Return the newest item of the tenant with the most items: the one to drop if there are too many."""
@@ -98,9 +98,9 @@ class FairQueue(Generic[T]):
         return (line[0] for line in self._lines.values())
 
     def _forget(self, entry: _Entry[T]) -> None:
-        del self._entries[id(entry.item)], self._taken[entry.place]
+        del self._entries[id(entry.item)], self._by_place[entry.place]
         line = self._lines[entry.tenant]
-        while line and line[0] not in self._taken:
+        while line and line[0] not in self._by_place:
             heapq.heappop(line)
         if not line:
             del self._lines[entry.tenant]

@@ -129,7 +129,7 @@ def skipped_pairs(run: Run, window: int) -> int:
 
 
 def outside_pairs(run: Run, most_keys: int) -> int:
-    """Return the number of pairs that remain if every query uses at most ``most_keys`` of the keys that it sees."""
+    """Return the number of pairs that fall away if a query uses at most ``most_keys`` of the keys that it sees."""
     num_full = max(0, -((run.first_position - most_keys) // run.step))
     count, first_outside = max(0, run.count - num_full), run.first_position + num_full * run.step - most_keys + 1
     return count * first_outside + run.step * (count * (count - 1) // 2)
