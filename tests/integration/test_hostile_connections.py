@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from cluster import http_crowd
 from cluster.bootstrap import service
 from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer
-from cluster.http_connection import BoundedHttpProtocol
+from cluster.http_connection import MAX_PIPELINED, BoundedHttpProtocol
 from router import connection, relay
 from router.api import status as status_routes
 from router.preprocess.model import MIN_BODY_BYTES
@@ -258,9 +258,9 @@ def test_waiting_requests_for_metrics_share_one_text(router: Service, monkeypatc
     for number in (1, 2):
         sent_s = time.monotonic()
         with router.connect() as sock:
-            sock.sendall(b"GET /metrics HTTP/1.1\r\n\r\n" * 20 + b"GET /metrics HTTP/1.0\r\n\r\n")
+            sock.sendall(b"GET /metrics HTTP/1.1\r\n\r\n" * MAX_PIPELINED + b"GET /metrics HTTP/1.0\r\n\r\n")
             answers = b"".join(_received(sock))
-        assert answers.count(b"200 OK") == 21
+        assert answers.count(b"200 OK") == MAX_PIPELINED + 1
         assert answers.endswith(b"%d" % len(made))
         assert len(made) <= 2 * number
         assert made[-1] > sent_s
