@@ -9,7 +9,7 @@ it. Responses to HTTP/1.0 are not chunked: they end with the connection.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from enum import Enum, auto
 from functools import partial
 from http import HTTPStatus
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cluster.http_crowd import Crowd
-from cluster.http_transports import JoiningTransport, UnchunkedTransport, num_unread
+from cluster.http_transports import JoiningTransport, ReaderWatch, UnchunkedTransport
 from cluster.spec.clock import SystemClock
 
 MAX_HEAD_BYTES = 64 << 10
@@ -36,8 +36,6 @@ LINGER_S = 2.0
 
 Closing a socket with unread data resets the connection, and the client may lose the response.
 """
-LEAST_READ_BYTES = 16 << 10
-"""Number of bytes that a client has to read in ``read_s``, if more are there."""
 REFUSAL_KEY = "baton.refusal"
 """Key of an ASGI scope whose request was refused while its body arrived; the application sees a disconnect."""
 ARRIVED_KEY = "baton.arrived_s"
@@ -76,7 +74,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     body_s = 60.0
     """Maximum time from the end of a request head to the end of the body."""
     read_s = 60.0
-    """Time in which a client has to read ``LEAST_READ_BYTES`` if a response waits for it."""
+    """Time in which a client has to read 16 KiB if a response waits for it."""
 
     own_port = 0
     """Port at which a request never waits for others to start: that of the process that watches this one."""
@@ -87,8 +85,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _awaited: _Stage | None = None
     """Stage that the timer limits."""
     _timer: asyncio.TimerHandle | None = None
-    _reader: asyncio.TimerHandle | None = None
-    """Next look at what the client has read, while a response waits for it."""
+    _reader: ReaderWatch | None = None
+    """Watch over the client while a response waits for it."""
     _arrived = b""
     """Bytes that have arrived and wait to be read."""
     _is_put_off = False
@@ -105,6 +103,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Return the application that answers a refused request."""
         raise NotImplementedError
 
+    def client_of(self, scope: Any) -> Hashable:
+        """Return what requests of the same client have in common; they take turns with those of other clients."""
+        return (scope.get("client") or ("",))[0]
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = cast(asyncio.Transport, transport)
         self._crowd = Crowd.of(self.loop)
@@ -118,11 +120,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._forget_reader()
         self._crowd.forget_idle(self._wire)
         self._unset_keepalive_if_required()
-        if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True
-            self._running.message_event.set()
+        running = self._running
+        self.cycle = cast(Any, None)  # uvicorn would wake its task at once
         super().connection_lost(exc)
-        if self._running is None or self._running.response_complete:
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            self._crowd.take_turn(running.message_event.set, partial(self.client_of, running.scope))
+        else:
             self._free()
 
     def _free(self) -> None:
@@ -131,27 +135,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_reader()
-        self._crowd.add_unread(self._wire, _client_of(self._running.scope if self._running is not None else {}))
+        self._reader = ReaderWatch(self._wire, self.read_s)
+        self._crowd.add_unread(self._wire, self.client_of(self._running.scope if self._running is not None else {}))
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._forget_reader()
 
-    def _watch_reader(self) -> None:
-        due = num_unread(self._wire) - LEAST_READ_BYTES
-        self._reader = self.loop.call_later(self.read_s, self._check_reader, due)
-
-    def _check_reader(self, due: int) -> None:
-        if num_unread(self._wire) > due:
-            self._wire.abort()
-        else:
-            self._watch_reader()
-
     def _forget_reader(self) -> None:
         self._crowd.forget_unread(self._wire)
         if self._reader is not None:
-            self._reader.cancel()
+            self._reader.stop()
             self._reader = None
 
     def data_received(self, data: bytes) -> None:
@@ -246,7 +240,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_own_port:
             start()
         else:
-            self._crowd.start(start, _client_of(cycle.scope))
+            self._crowd.take_turn(start, partial(self.client_of, cycle.scope))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -372,12 +366,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         self._wire.write_eof()
         self._limit(None, LINGER_S, self._wire.abort)
-
-
-def _client_of(scope: Any) -> tuple[str, bytes]:
-    """Return the address and the credentials of a request, both of which many people may share."""
-    address, _ = scope.get("client") or ("", 0)
-    return address, next((value for name, value in scope.get("headers", ()) if name == b"authorization"), b"")
 
 
 def _num_bytes(headers: list[tuple[bytes, bytes]]) -> int:

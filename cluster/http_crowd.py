@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
-MAX_STARTS = 4
-"""Maximum number of requests that start in one pass of the event loop."""
+MAX_TURNS = 4
+"""Maximum number of requests that start or lose their clients in one pass of the event loop."""
 MAX_READ_S = 0.005
 """Time in one pass of the event loop after which nothing more is read from connections."""
 MAX_UNREAD_BYTES = 128 << 20
@@ -22,16 +22,16 @@ class _Turns:
     """Calls that wait, by client. Clients take turns, so that none waits for another one's crowd."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
+        self._waiting: dict[Hashable, deque[Callable[[], object]]] = {}
         """The first client is the next."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, call: Callable[[], None], client: Hashable) -> None:
+    def add(self, call: Callable[[], object], client: Hashable) -> None:
         self._waiting.setdefault(client, deque()).append(call)
 
-    def pop(self) -> Callable[[], None]:
+    def pop(self) -> Callable[[], object]:
         client = next(iter(self._waiting))
         own = self._waiting.pop(client)
         call = own.popleft()
@@ -43,18 +43,18 @@ class _Turns:
 class Crowd:
     """All HTTP connections of one event loop.
 
-    In each pass of the loop, only so much is read and so many requests start that streams and timers never wait for a
-    crowd of clients.
+    In each pass of the loop, only so much is read, and so few requests start or lose their clients, that streams and
+    timers never wait for a crowd of clients.
     """
 
     _crowds: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "Crowd"]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self._reads, self._starts = _Turns(), _Turns()
+        self._reads, self._turns = _Turns(), _Turns()
         self._is_counting = False
-        """True if something was read or started in this pass."""
-        self._num_left = MAX_STARTS
-        """Number of requests that may still start in this pass."""
+        """True if something was read or had its turn in this pass."""
+        self._num_left = MAX_TURNS
+        """Number of requests that may still have a turn in this pass."""
         self._left_s = MAX_READ_S
         """Time that reading may still take in this pass."""
         self._unread: dict[asyncio.Transport, Hashable] = {}
@@ -68,17 +68,24 @@ class Crowd:
     def of(cls, loop: asyncio.AbstractEventLoop) -> "Crowd":
         return cls._crowds.get(loop) or cls._crowds.setdefault(loop, cls())
 
-    def read(self, parse: Callable[[], None], client: Hashable) -> None:
+    def read(self, parse: Callable[[], object], client: Hashable) -> None:
         """Read what has arrived on a connection, in a later pass of the event loop if ``MAX_READ_S`` are over."""
-        self._count_pass()
-        self._reads.add(parse, client)
-        self._read_some()
+        if not self._is_counting:
+            self._count_pass()
+        if self._reads or self._left_s <= 0:
+            self._reads.add(parse, client)
+        else:
+            self._read_now(parse)
 
-    def start(self, begin: Callable[[], None], client: Hashable) -> None:
-        """Start a request, in a later pass of the event loop if this one has started ``MAX_STARTS``."""
-        self._count_pass()
-        self._starts.add(begin, client)
-        self._start_some()
+    def take_turn(self, call: Callable[[], object], client: Callable[[], Hashable]) -> None:
+        """Start or end a request, in a later pass of the event loop if ``MAX_TURNS`` have been taken in this one."""
+        if not self._is_counting:
+            self._count_pass()
+        if self._num_left and not self._turns:
+            self._num_left -= 1
+            call()
+        else:
+            self._turns.add(call, client())
 
     def add_idle(self, wire: asyncio.Transport) -> None:
         """Note that a connection waits for its client. If many do, disconnect the one that waits longest."""
@@ -114,25 +121,21 @@ class Crowd:
         return sizes
 
     def _count_pass(self) -> None:
-        if not self._is_counting:
-            self._is_counting = True
-            asyncio.get_running_loop().call_soon(self._begin_pass)
+        self._is_counting = True
+        asyncio.get_running_loop().call_soon(self._begin_pass)
 
     def _begin_pass(self) -> None:
-        self._num_left, self._left_s = MAX_STARTS, MAX_READ_S
+        self._num_left, self._left_s = MAX_TURNS, MAX_READ_S
         self._is_counting = False
-        if self._reads or self._starts:
+        if self._reads or self._turns:
             self._count_pass()
-            self._start_some()
-            self._read_some()
+            while self._turns and self._num_left:
+                self._num_left -= 1
+                self._turns.pop()()
+            while self._reads and self._left_s > 0:
+                self._read_now(self._reads.pop())
 
-    def _read_some(self) -> None:
-        while self._reads and self._left_s > 0:
-            begin_s = time.perf_counter()
-            self._reads.pop()()
-            self._left_s -= time.perf_counter() - begin_s
-
-    def _start_some(self) -> None:
-        while self._starts and self._num_left:
-            self._num_left -= 1
-            self._starts.pop()()
+    def _read_now(self, parse: Callable[[], object]) -> None:
+        begin_s = time.perf_counter()
+        parse()
+        self._left_s -= time.perf_counter() - begin_s

@@ -1,7 +1,7 @@
 """HTTP connection of a client: refusals in the form of OpenAI's API, disconnects and server-sent events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.http_connection import BoundedHttpProtocol, Refusal
 from router.answer import Answer
+from router.api_keys import KeyRing
 from router.errors import ApiError, ClientLeftError, RequestFailedError
 
 Got = TypeVar("Got")
@@ -25,6 +26,14 @@ _UNWATCHED_S = 0.05
 
 class HttpProtocol(BoundedHttpProtocol):
     """Connection of the router's client."""
+
+    keys = KeyRing()
+    """API keys, which tell clients with one address apart."""
+
+    def client_of(self, scope: Scope) -> Hashable:
+        """Return the address and the API key's name of a request; unknown keys count as none."""
+        key = self.keys.find(given_key(scope)) if self.keys else None
+        return super().client_of(scope), None if key is None else key.name
 
     def refused(self, refusal: Refusal) -> ASGIApp:
         """Return the application that answers a refused request."""
@@ -136,3 +145,10 @@ class EventStream(Response):
 
 def event(data: bytes) -> bytes:
     return b"data: %b\n\n" % data
+
+
+def given_key(scope: Scope) -> bytes:
+    """Return the bearer token of a request; empty if it has none."""
+    given = next((value for name, value in scope.get("headers", ()) if name == b"authorization"), b"")
+    scheme, _, key = given.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
@@ -39,6 +40,8 @@ class FairQueue(Generic[T]):
         """Heap of each tenant's places. The first has an item; the items of others may have left."""
         self._by_place: dict[_Place, _Entry[T]] = {}
         """Entries by their places."""
+        self._num_of = Counter[str]()
+        """Number of each tenant's items."""
         self._numbers = itertools.count()
         self._now = 0.0
         """Virtual time: the latest begin of an item taken."""
@@ -62,6 +65,7 @@ class FairQueue(Generic[T]):
         place = _Place(priority, begin, next(self._numbers))
         self._entries[id(item)] = self._by_place[place] = _Entry(place, tenant, length, item)
         heapq.heappush(self._lines.setdefault(tenant, []), place)
+        self._num_of[tenant] += 1
 
     def pop(self) -> T:
         first = self.first
@@ -88,22 +92,20 @@ class FairQueue(Generic[T]):
 
     def least_entitled(self) -> T:
         """Return the newest item of the tenant with the most items: the one to drop if there are too many."""
-        counts: dict[str, int] = {}
-        for entry in self._entries.values():
-            counts[entry.tenant] = counts.get(entry.tenant, 0) + 1
-        most = max(counts.values())
-        return next(entry.item for entry in reversed(self._entries.values()) if counts[entry.tenant] == most)
+        most = max(self._num_of.values())
+        return next(entry.item for entry in reversed(self._entries.values()) if self._num_of[entry.tenant] == most)
 
     def _heads(self) -> Iterator[_Place]:
         return (line[0] for line in self._lines.values())
 
     def _forget(self, entry: _Entry[T]) -> None:
         del self._entries[id(entry.item)], self._by_place[entry.place]
+        self._num_of[entry.tenant] -= 1
         line = self._lines[entry.tenant]
         while line and line[0] not in self._by_place:
             heapq.heappop(line)
         if not line:
-            del self._lines[entry.tenant]
+            del self._lines[entry.tenant], self._num_of[entry.tenant]
         if not self._entries:  # nobody waits, so nobody is owed anything
             self._end_of.clear()
             self._now = 0.0

@@ -21,7 +21,8 @@ from cluster.spec.errors import UserError
 from cluster.spec.ids import Incarnation, Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.worker_spec import ALONE, Rendezvous, RouterShare
-from router.admission import Gate, KeyLimits, read_keys
+from router.admission import Gate
+from router.api_keys import KeyLimits, read_keys
 from router.app import create_app
 from router.connection import HttpProtocol
 from router.directory import Breakers, Directory, LoadBook
@@ -225,7 +226,7 @@ async def _settle(tasks: set[asyncio.Task[Any]], serving: asyncio.Task[None]) ->
 def _uvicorn_config(service: Service, own_port: int) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(service),
-        http=type(HttpProtocol.__name__, (HttpProtocol,), {"own_port": own_port}),
+        http=type(HttpProtocol.__name__, (HttpProtocol,), {"own_port": own_port, "keys": service.keys}),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -7,7 +7,8 @@ from typing import Any
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.worker_spec import RouterShare
-from router.admission import Gate, KeyLimits, KeyRing
+from router.admission import Gate
+from router.api_keys import KeyLimits, KeyRing
 from router.directory import Directory
 from router.dispatch import RequestTable
 from router.metrics import Metrics

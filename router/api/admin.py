@@ -13,9 +13,9 @@ from cluster.spec.ids import Peer, Role
 from cluster.spec.kv import page_keys
 from cluster.spec.messages import Drain, Resume, Wanted
 from cluster.spec.tiers import FlushCache, PinPages, UseStorage
-from router.admission import SHARED_SALT
 from router.api.document import document
 from router.api.front import admin_key_needed, read
+from router.api_keys import SHARED_SALT
 from router.directory import Load
 from router.errors import bad_request, refused
 from router.preprocess.body import Body
@@ -137,7 +137,7 @@ async def _tokenize(service: Service, prompt: str) -> list[int]:
 
 
 def _salt(service: Service, body: PinRequest) -> str:
-    salts = {key.name: key.salt for key in service.keys.keys}
+    salts = {key.name: key.salt for key in service.keys}
     if body.api_key is None:
         return SHARED_SALT if salts else ""
     if body.api_key not in salts:

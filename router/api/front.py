@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.http_connection import ARRIVED_KEY, REFUSAL_KEY, Refusal
 from cluster.spec.config import DeployConfig
-from router.admission import ApiKey
 from router.api.errors import EXPECTED_ERRORS, answer_error
-from router.connection import unless_client_leaves
+from router.api_keys import ApiKey
+from router.connection import given_key, unless_client_leaves
 from router.errors import ApiError, bad_request
 from router.preprocess.body import Body, parse, shortened
 from router.preprocess.job import Job, JsonText, Preprocessed, Route
@@ -226,8 +226,8 @@ def share_of(http: Request) -> tuple[str, float]:
 
 def check_key(service: Service, request: Request) -> None:
     """Record a request's API key. If keys are configured, reject a request without a valid one."""
-    if service.keys.keys:
-        caller = service.keys.find(_given_key(request))
+    if service.keys:
+        caller = service.keys.find(given_key(request.scope))
         if caller is None:
             raise _unauthorized("a valid API key is required, as `Authorization: Bearer KEY`")
         arrival_of(request).caller = caller
@@ -246,10 +246,10 @@ def admin_key_needed(service: Service) -> Any:
     """Return a FastAPI dependency that checks the admin key: 401 if it is wrong, 403 if none is set."""
 
     async def authorized(request: Request) -> None:
-        if service.keys.admin_key is None:
+        if not service.keys.has_admin:
             message = "no admin key is set; start the cluster with BATON_ADMIN_KEY"
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_admin_key")
-        if not service.keys.is_admin(_given_key(request)):
+        if not service.keys.is_admin(given_key(request.scope)):
             raise _unauthorized("the admin key is required, as `Authorization: Bearer KEY`")
 
     return Depends(authorized)
@@ -282,11 +282,6 @@ def dp_rank_of(request: Request, config: DeployConfig, asked: int | None) -> int
     if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) >= most:
         raise bad_request(f"{name}: got {shortened(repr(given))}; allowed: 0 to {most - 1}", name)
     return int(text)
-
-
-def _given_key(request: Request) -> str:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -50,6 +50,8 @@ _WALL_S = 60.0
 """Maximum time for one body on a busy machine."""
 _LEFT_S = 1.0
 """Maximum time that a process goes on after the client has left. A new process takes about as long to start."""
+MAX_WAITING = 2000
+"""Maximum number of bodies that wait for a process."""
 _RETRY_S = 1.0
 """Time after which a process that could not start is started again."""
 
@@ -89,7 +91,7 @@ class PreprocessPool:
         """Preprocess a body in one of the processes.
 
         Raises:
-            ApiError: the body is wrong, or takes too much time or memory.
+            ApiError: the body is wrong, takes too much time or memory, or has to wait behind too many others.
         """
         self.start_processes()
         waiting = _Waiting(job, tenant, weight)
@@ -117,6 +119,10 @@ class PreprocessPool:
             if waiting.outcome.done():
                 return
             self._waiting.push(waiting, waiting.tenant, len(waiting.job.body), waiting.weight)
+            if len(self._waiting) > MAX_WAITING:
+                dropped = self._waiting.least_entitled()
+                self._waiting.remove(dropped)
+                dropped.fail(_busy(f"{MAX_WAITING} requests wait to be read, most of them with this key; try again"))
             if self._num_running[waiting.tenant] < _MOST_OF_TENANT:
                 self._changed.notify_all()
 

@@ -7,10 +7,11 @@ import asyncio
 import json
 import resource
 import socket
+import struct
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from cluster.bench.endpoint import key_headers
 WAIT_S = 90.0
 HEADER_BYTES = 131 << 20
 NUM_BODIES = 300
+NUM_LEAVING, NUM_SLOW = 7000, 14
 SPARE_DESCRIPTORS, HOLD_S = 100, 5.0
 FLOOD_REQUESTS, FLOOD_PROMPT_LEN = 1000, 300
 LIMITS = httpx.Limits(max_connections=FLOOD_REQUESTS)
@@ -90,27 +92,52 @@ def send_endless_header(url: str) -> str:
 
 def hold_bodies(url: str) -> str:
     """Open connections with a complete head whose body never comes, and return the answer to the last one."""
-    open_ones = [_connect(url) for _ in range(NUM_BODIES)]
-    for sock in open_ones:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
-    answers = [_answer(sock) for sock in open_ones]
-    for sock in open_ones:
-        sock.close()
-    return min(answers)
+    with _opened(url, NUM_BODIES) as socks:
+        for sock in socks:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
+        return min(_answer(sock) for sock in socks)
 
 
 def hold_idle_connections(url: str) -> str:
     """Open as many connections as a process may, send nothing, and return the answer to a request on one more."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    open_ones = [_connect(url) for _ in range(limit - SPARE_DESCRIPTORS)]
-    try:
+    with _opened(url, limit - SPARE_DESCRIPTORS):
         time.sleep(HOLD_S)
-        with _connect(url) as sock:
-            sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-            return _answer(sock)
-    finally:
-        for sock in open_ones:
-            sock.close()
+        return _health(url)
+
+
+def burst_headers(url: str) -> str:
+    """Send a head with very many headers on each of many connections, all at once, and return the last answer."""
+    return _burst(url, 1000, b"GET /health HTTP/1.1\r\n" + b"a:b\r\n" * 10_000 + b"\r\n")
+
+
+def burst_requests(url: str) -> str:
+    """Send pipelined requests on each of many connections, all at once, and return the last answer."""
+    return _burst(url, 2500, (b"GET /x HTTP/1.1\r\n" + b"a:b\r\n" * 60 + b"\r\n") * 60)
+
+
+def _burst(url: str, num_connections: int, sent: bytes) -> str:
+    with _opened(url, num_connections) as socks:
+        for sock in socks:
+            sock.sendall(sent)
+        return _answer(socks[-1])
+
+
+def leave_together(url: str) -> str:
+    """Send many bodies behind some that take long to read, leave all at once, and return the answer to a request."""
+    slow = _request({"guided_json": _MANY})
+    quick = _request({"guided_regex": "a"})
+    with _opened(url, NUM_LEAVING) as socks:
+        for number, sock in enumerate(socks):
+            sock.sendall(slow if number < NUM_SLOW else quick)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        time.sleep(HOLD_S)
+    return _health(url)
+
+
+def _request(fields: dict[str, Any]) -> bytes:
+    body = json.dumps({"model": "recall", "prompt": "a", "max_tokens": 1, **fields}).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
 
 
 def flood(url: str) -> str:
@@ -134,6 +161,9 @@ CONNECTIONS: dict[str, Callable[[str], str]] = {
     "an endless header": send_endless_header,
     "300 bodies that never arrive": hold_bodies,
     "idle connections": hold_idle_connections,
+    "1,000 heads of 10,000 headers at once": burst_headers,
+    "150,000 pipelined requests at once": burst_requests,
+    "7,000 clients that leave together": leave_together,
 }
 ATTACKS = [*BODIES, *CONNECTIONS]
 FLOOD = "flood"
@@ -143,6 +173,19 @@ def _connect(url: str) -> socket.socket:
     address = urlsplit(url)
     assert address.hostname is not None
     return socket.create_connection((address.hostname, address.port), timeout=WAIT_S)
+
+
+@contextmanager
+def _opened(url: str, number: int) -> Generator[list[socket.socket], None, None]:
+    """Open connections; close all of them at the end."""
+    with ExitStack() as opened:
+        yield [opened.enter_context(_connect(url)) for _ in range(number)]
+
+
+def _health(url: str) -> str:
+    with _connect(url) as sock:
+        sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        return _answer(sock)
 
 
 def _answer(sock: socket.socket) -> str:

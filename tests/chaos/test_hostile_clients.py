@@ -33,6 +33,7 @@ ACCEPTED = {
     "log-probabilities of 128 choices",
     "deeply nested arguments",
     "idle connections",
+    "7,000 clients that leave together",
 }
 """Attacks that are legal requests; all others are refused with a reason."""
 

@@ -28,7 +28,7 @@ from cluster.grammar import Grammars
 from cluster.http_connection import BoundedHttpProtocol
 from cluster.spec.clock import SystemClock
 from cluster.spec.messages import Command, CommandResult, Message
-from router.admission import read_keys
+from router.api_keys import read_keys
 from router.app import create_app
 from router.preprocess.job import Job, JsonText, Preprocessed
 from router.preprocess.model import ServedModel

@@ -31,7 +31,7 @@ from cluster.spec.registry import Heartbeat, RankRecord, ReplicaLoad
 from cluster.spec.wire import TokenIds
 from cluster.supervisor.commands import DrainCommand, RestartCommand, ResumeCommand, ScaleCommand, StatusCommand
 from cluster.supervisor.events import Tick
-from router.admission import read_keys
+from router.api_keys import read_keys
 from router.errors import ApiError
 from router.preprocess.body import Body, parse
 from router.preprocess.requests import ChatRequest, CompletionRequest

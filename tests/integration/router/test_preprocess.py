@@ -221,6 +221,22 @@ def test_the_exit_status_of_a_process_says_what_was_wrong(status: int, code: int
     assert (error.status, str(error)[: len(words)]) == (code, words)
 
 
+async def test_only_so_many_bodies_wait_and_a_flood_is_dropped_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.preprocess.pool.MAX_WAITING", 6)
+    config = config_of()
+    made = PreprocessPool(config, folder, read_model(config, folder))
+    alice, *mallory = (asyncio.create_task(made.run(job(prompt="a"), tenant)) for tenant in ["alice", *["mallory"] * 9])
+    dropped, waiting = await asyncio.wait(mallory, timeout=0.2)
+    said = {str(task.exception()) for task in dropped}
+    assert (len(dropped), said) == (4, {"6 requests wait to be read, most of them with this key; try again"})
+    serving = asyncio.create_task(made.serve())
+    assert all(isinstance(outcome, Preprocessed) for outcome in await asyncio.gather(alice, *waiting))
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
 async def test_waiting_jobs_fail_when_the_router_stops(folder: Path) -> None:
     config = config_of()
     made = PreprocessPool(config, folder, read_model(config, folder))

@@ -7,22 +7,22 @@ from typing import Any, cast
 import pytest
 
 from cluster import http_crowd
-from cluster.http_crowd import MAX_STARTS, MAX_UNREAD_BYTES, Crowd
+from cluster.http_crowd import MAX_TURNS, MAX_UNREAD_BYTES, Crowd
 
 
 async def test_only_a_few_requests_start_in_one_pass_of_the_loop() -> None:
     crowd, started = Crowd.of(asyncio.get_running_loop()), list[int]()
-    for number in range(2 * MAX_STARTS + 1):
-        crowd.start(partial(started.append, number), "client")
-    for most in (MAX_STARTS, 2 * MAX_STARTS, 2 * MAX_STARTS + 1, 2 * MAX_STARTS + 1):
+    for number in range(2 * MAX_TURNS + 1):
+        crowd.take_turn(partial(started.append, number), lambda: "client")
+    for most in (MAX_TURNS, 2 * MAX_TURNS, 2 * MAX_TURNS + 1, 2 * MAX_TURNS + 1):
         assert started == list(range(most))
         await asyncio.sleep(0)
 
 
 async def test_requests_of_later_passes_start_at_once() -> None:
     crowd, started = Crowd.of(asyncio.get_running_loop()), list[int]()
-    for number in range(3 * MAX_STARTS):
-        crowd.start(partial(started.append, number), "client")
+    for number in range(3 * MAX_TURNS):
+        crowd.take_turn(partial(started.append, number), lambda: "client")
         assert started[-1] == number
         await asyncio.sleep(0)
 
@@ -33,10 +33,10 @@ async def test_a_request_started_by_another_one_waits_its_turn() -> None:
     def start(name: str, depth: int) -> None:
         started.append(name)
         if depth:
-            crowd.start(partial(start, f"{name}+", depth - 1), "client")
+            crowd.take_turn(partial(start, f"{name}+", depth - 1), lambda: "client")
 
     for name in "abcdef":
-        crowd.start(partial(start, name, 1), "client")
+        crowd.take_turn(partial(start, name, 1), lambda: "client")
     while len(started) < 12:
         await asyncio.sleep(0)
     assert sorted(started) == sorted([*"abcdef", *(f"{name}+" for name in "abcdef")])
@@ -45,7 +45,7 @@ async def test_a_request_started_by_another_one_waits_its_turn() -> None:
 async def test_clients_take_turns() -> None:
     crowd, started = Crowd.of(asyncio.get_running_loop()), list[str]()
     for name in [*"aaaaaaaa", "b", "b", "c"]:
-        crowd.start(partial(started.append, name), name)
+        crowd.take_turn(partial(started.append, name), partial(str, name))
     assert started == [*"aaaa"]
     await asyncio.sleep(0)
     assert started == [*"aaaaabca"]
@@ -70,7 +70,7 @@ def test_every_event_loop_has_its_own() -> None:
     async def find() -> Crowd:
         crowd = Crowd.of(asyncio.get_running_loop())
         assert Crowd.of(asyncio.get_running_loop()) is crowd
-        crowd.start(lambda: None, "client")
+        crowd.take_turn(lambda: None, lambda: "client")
         return crowd
 
     assert asyncio.run(find()) is not asyncio.run(find())

@@ -6,8 +6,8 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from router.admission import ApiKey
 from router.api.front import Arrival, Bodies
+from router.api_keys import ApiKey
 from router.errors import ApiError
 
 MOST = 100
