@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from cluster.spec.clock import Interval
 from cluster.spec.messages import Submit
 from cluster.spec.sampling import FinishReason, TokenLogprobs
@@ -125,21 +127,15 @@ class Answer:
         if self.first_s is not None and now_s > self.first_s:
             yield Phase("decode", self.first_s, now_s, self.phases[-1].replica if self.phases else None)
 
-    def summary(self, outcome: str, ended_s: float) -> dict[str, Any]:
-        """Return the finished request's entry on the status page, with times in seconds."""
-        phases = [*self.phases_until(ended_s)]
-        replicas = {phase.name: phase.replica for phase in phases}
-        return {
-            "ended": time.time(),
-            "seconds": ended_s - self.arrived_s,
-            "prompt_tokens": self.num_prompt_tokens,
-            "num_tokens": self.num_tokens,
-            "outcome": outcome,
-            "phases": [
-                {"name": name, "seconds": seconds, "replica": replicas.get(name, replicas.get("prefill"))}
-                for name, seconds in totals_of(phases).items()
-            ],
-        }
+    def summary(self, outcome: str, ended_s: float) -> "Summary":
+        return Summary(
+            ended=time.time(),
+            seconds=ended_s - self.arrived_s,
+            prompt_tokens=self.num_prompt_tokens,
+            num_tokens=self.num_tokens,
+            outcome=outcome,
+            phases=[*self.phases_until(ended_s)],
+        )
 
     def push(self, index: int, batch: OutputBatch) -> None:
         unread = self._unread.get(index)
@@ -199,6 +195,27 @@ class Answer:
         self.is_left = True
         self._take_unread()
         self._leave(self.choice_ids)
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a finished request."""
+
+    ended: float
+    """Unix time of the end."""
+    seconds: float
+    prompt_tokens: int
+    num_tokens: int
+    outcome: str
+    phases: Sequence[Phase]
+
+    def entry(self) -> dict[str, Any]:
+        """Return the request's entry on the status page, with times in seconds."""
+        replicas = {phase.name: phase.replica for phase in self.phases}
+        phases = [
+            {"name": name, "seconds": seconds, "replica": replicas.get(name, replicas.get("prefill"))}
+            for name, seconds in totals_of(self.phases).items()
+        ]
+        return msgspec.structs.asdict(self) | {"phases": phases}
 
 
 class OpenChoice:

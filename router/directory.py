@@ -38,6 +38,8 @@ class _Known:
 class _Usable:
     peers: dict[Role, list[Peer]]
     """Peers by role, ordered by id."""
+    missing: list[Role]
+    """Roles without peers."""
     pool_tokens: int | None
 
 
@@ -49,8 +51,8 @@ class Directory:
         self._heard_s = 0.0
         """Time of the table's latest answer."""
         self._known: dict[tuple[ReplicaId, Incarnation], _Known] = {}
-        self._known_usable: _Usable | None = None
-        """Cache of ``_usable``, which every request reads; cleared by every change."""
+        self._usable = _Usable({role: [] for role in Role}, [*Role], None)
+        """Replicas that accept requests, found at every change because every request reads them."""
         self.snapshot: TableSnapshot | None = None
         """Latest snapshot; None before the bootstrap service responds."""
 
@@ -65,8 +67,8 @@ class Directory:
         lost = {key: known.peer for key, known in self._known.items() if self._is_lost(known, now_s)}
         for key in lost:
             del self._known[key]
-        if lost:
-            self._known_usable = None
+        if lost or snapshot is not None:
+            self._usable = self._find_usable()
         return list(lost.values())
 
     def _listen(self, now_s: float) -> None:
@@ -79,7 +81,6 @@ class Directory:
 
     def _apply(self, snapshot: TableSnapshot, now_s: float) -> None:
         self.snapshot = snapshot
-        self._known_usable = None
         entries = {(entry.replica, entry.incarnation): entry for entry in snapshot.replicas}
         self._known |= {key: _Known(entry) for key, entry in entries.items() if entry.ready}
         for key, known in self._known.items():
@@ -101,7 +102,7 @@ class Directory:
 
     @property
     def missing(self) -> list[Role]:
-        return [role for role in Role if not self.ready(role)]
+        return self._usable.missing
 
     def ranks(self, peer: Peer) -> tuple[RankRecord, ...]:
         known = self._known.get((peer.replica, peer.incarnation))
@@ -122,18 +123,16 @@ class Directory:
         """Maximum request length in tokens that fits every usable replica; None before the first heartbeat."""
         return self._usable.pool_tokens
 
-    @property
-    def _usable(self) -> _Usable:
-        if self._known_usable is None:
-            entries = {role: self._find_usable(role) for role in Role}
-            peers = {role: [_peer(entry) for entry in found] for role, found in entries.items()}
-            all_entries = chain.from_iterable(entries.values())
-            pages = ((entry, entry.load.total_pages // entry.leader.sizes.dp) for entry in all_entries)
-            tokens = (num_pages * entry.leader.layout.page_size for entry, num_pages in pages)
-            self._known_usable = _Usable(peers, min(filter(None, tokens), default=None))
-        return self._known_usable
+    def _find_usable(self) -> _Usable:
+        entries = {role: self._usable_entries(role) for role in Role}
+        peers = {role: [_peer(entry) for entry in found] for role, found in entries.items()}
+        all_entries = chain.from_iterable(entries.values())
+        pages = ((entry, entry.load.total_pages // entry.leader.sizes.dp) for entry in all_entries)
+        tokens = (num_pages * entry.leader.layout.page_size for entry, num_pages in pages)
+        missing = [role for role, found in peers.items() if not found]
+        return _Usable(peers, missing, min(filter(None, tokens), default=None))
 
-    def _find_usable(self, role: Role) -> list[ReplicaEntry]:
+    def _usable_entries(self, role: Role) -> list[ReplicaEntry]:
         """Return the replicas in the table or, if there are none, those that are missing from it but may still run."""
         missing = [
             known.entry for known in self._taking(role) if known.missing_since_s is not None and not known.silent

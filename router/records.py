@@ -8,11 +8,12 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cluster.logs import with_facts
 from cluster.spec.errors import UserError
-from router.answer import Answer
+from router.answer import Answer, Summary
+from router.phases import totals_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -30,7 +31,7 @@ TRACEPARENT = "traceparent"
 
 def log_request(
     answer: Answer,
-    summary: dict[str, Any],
+    summary: Summary,
     *,
     request_id: str,
     caller: str | None,
@@ -44,7 +45,7 @@ def log_request(
     choices = answer.choice_ids
     _log.info(
         "request %s",
-        summary["outcome"],
+        summary.outcome,
         extra=with_facts(
             request_id=request_id,
             key=caller,
@@ -55,8 +56,8 @@ def log_request(
             trace_id=trace_id(traceparent),
             prompt_tokens=answer.num_prompt_tokens,
             tokens=answer.num_tokens,
-            total_ms=round(summary["seconds"] * 1000, 3),
-            phases_ms={phase["name"]: round(phase["seconds"] * 1000, 3) for phase in summary["phases"]},
+            total_ms=round(summary.seconds * 1000, 3),
+            phases_ms={name: round(seconds * 1000, 3) for name, seconds in totals_of(summary.phases).items()},
             error=str(error) or type(error).__name__ if error is not None else None,
         ),
     )

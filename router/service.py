@@ -3,11 +3,11 @@
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.worker_spec import RouterShare
 from router.admission import Gate
+from router.answer import Summary
 from router.api_keys import KeyLimits, KeyRing
 from router.directory import Directory
 from router.dispatch import RequestTable
@@ -33,7 +33,7 @@ class Service:
     share: RouterShare
     tracing: Tracing | None = None
     """Recorder of spans; None if no collector is configured."""
-    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
+    recent: deque[Summary] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
     """Summaries of the most recently finished requests, newest first."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 

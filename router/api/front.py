@@ -46,6 +46,10 @@ class Arrival(msgspec.Struct, kw_only=True):
     headers: Mapping[bytes, bytes]
     caller: ApiKey | None = None
     """Known API key that the request carries; None if no keys are configured."""
+    tenant: str = ANYBODY
+    """Name of the tenant that sends the request: of the API key, if keys are configured."""
+    weight: float = 1.0
+    """Share of the tenant, relative to others."""
 
     def header(self, name: bytes) -> str | None:
         """Return the first header with this lowercase name."""
@@ -155,13 +159,13 @@ class Bodies:
     def release(self, request: Request) -> None:
         """Free a request's share of the memory, when its body has been read or refused."""
         if num_bytes := request.scope.pop(_HELD_KEY, 0):
-            tenant, _ = share_of(request)
+            tenant = arrival_of(request).tenant
             self._held[tenant] -= num_bytes
             if not self._held[tenant]:
                 del self._held[tenant]
 
     def _hold(self, request: Request, num_bytes: int) -> None:
-        tenant, _ = share_of(request)
+        tenant = arrival_of(request).tenant
         self._held[tenant] += num_bytes
         request.scope[_HELD_KEY] = held = request.scope.get(_HELD_KEY, 0) + num_bytes
         self._check(held)
@@ -202,26 +206,20 @@ async def preprocess(service: Service, http: Request, route: Route) -> Preproces
         ClientDisconnect: the client left before the end of the body.
     """
     bodies: Bodies = http.app.state.bodies
-    caller = arrival_of(http).caller
+    arrival = arrival_of(http)
     try:
         job = Job(
             route=route,
             body=await bodies.receive(http),
             max_tokens=service.max_tokens,
-            salt="" if caller is None else caller.salt,
+            salt="" if arrival.caller is None else arrival.caller.salt,
             with_keys=service.relay.uses_prefixes,
         )
         if (outcome := service.preprocess.run_inline(job)) is not None:
             return outcome
-        return await unless_client_leaves(http.receive, service.preprocess.run(job, *share_of(http)))
+        return await unless_client_leaves(http.receive, service.preprocess.run(job, arrival.tenant, arrival.weight))
     finally:
         bodies.release(http)
-
-
-def share_of(http: Request) -> tuple[str, float]:
-    """Return the name and the weight of the tenant that sends a request."""
-    caller = arrival_of(http).caller
-    return (ANYBODY, 1.0) if caller is None else (caller.name, caller.weight)
 
 
 def check_key(service: Service, request: Request) -> None:
@@ -230,7 +228,8 @@ def check_key(service: Service, request: Request) -> None:
         caller = service.keys.find(given_key(request.scope))
         if caller is None:
             raise _unauthorized("a valid API key is required, as `Authorization: Bearer KEY`")
-        arrival_of(request).caller = caller
+        arrival = arrival_of(request)
+        arrival.caller, arrival.tenant, arrival.weight = caller, caller.name, caller.weight
 
 
 def key_needed(service: Service) -> Any:
@@ -255,25 +254,25 @@ def admin_key_needed(service: Service) -> Any:
     return Depends(authorized)
 
 
-def priority_of(request: Request, asked: int | None) -> int:
+def priority_of(arrival: Arrival, asked: int | None) -> int:
     """Return the requested priority, limited to the best one that the API key allows."""
-    caller = arrival_of(request).caller
+    caller = arrival.caller
     if caller is None:
         return asked or 0
     return caller.priority if asked is None else max(asked, caller.priority)
 
 
-def session_of(request: Request, named_in_body: str) -> str:
+def session_of(arrival: Arrival, named_in_body: str) -> str:
     """Return ``X-Session-Id``, or else the session or user that the body names."""
-    return (arrival_of(request).header(_SESSION_HEADER) or "")[:MAX_SESSION_CHARS] or named_in_body
+    return (arrival.header(_SESSION_HEADER) or "")[:MAX_SESSION_CHARS] or named_in_body
 
 
-def dp_rank_of(request: Request, config: DeployConfig, asked: int | None) -> int | None:
+def dp_rank_of(arrival: Arrival, config: DeployConfig, asked: int | None) -> int | None:
     """Return ``X-data-parallel-rank``, or else SGLang's field ``routed_dp_rank``, or else None.
 
     The rank applies to both roles. In a role without this DP rank, ``dp_policy`` chooses one.
     """
-    named = arrival_of(request).header(_DP_RANK_HEADER.lower().encode())
+    named = arrival.header(_DP_RANK_HEADER.lower().encode())
     name, given = ("routed_dp_rank", asked) if named is None else (_DP_RANK_HEADER, named)
     if given is None:
         return None

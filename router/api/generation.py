@@ -14,7 +14,7 @@ from starlette.responses import Response
 from cluster.tokenizer import Tokenizer
 from router.answer import Answer
 from router.api.document import document
-from router.api.front import arrival_of, dp_rank_of, preprocess, priority_of, session_of, share_of
+from router.api.front import Arrival, arrival_of, dp_rank_of, preprocess, priority_of, session_of
 from router.api.response_writer import ResponseObject, ResponseWriter
 from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTokensDetails, Usage
 from router.api.writers import ChatWriter, CompletionWriter, Writer
@@ -64,11 +64,12 @@ async def _respond(service: Service, http: Request, route: Route) -> Response:
     """Return the answer as JSON, or as a stream whose errors are raised while it is written."""
     asked = await preprocess(service, http, route)
     assert isinstance(asked, Preprocessed)
+    arrival = arrival_of(http)
     for number, request in enumerate(asked.requests):
-        _complete(service, http, asked, request, asked.page_keys[number] if asked.page_keys else ())
+        _complete(service, arrival, asked, request, asked.page_keys[number] if asked.page_keys else ())
     choices = [choice for request in asked.requests for choice in choices_of(request, asked.num_choices)]
-    writer = _writer(service, http, asked)
-    opening = _open_answer(service, http, choices)
+    writer = _writer(service, arrival, asked)
+    opening = _open_answer(service, arrival, choices)
     if asked.stream:
         frames = partial(_frames, service.model.tokenizer, asked.options.continuous_usage, writer)
         return EventStream(opening, frames, writer.failed)
@@ -76,13 +77,13 @@ async def _respond(service: Service, http: Request, route: Route) -> Response:
 
 
 def _complete(
-    service: Service, http: Request, asked: Preprocessed, request: GenerateRequest, keys: Sequence[bytes]
+    service: Service, arrival: Arrival, asked: Preprocessed, request: GenerateRequest, keys: Sequence[bytes]
 ) -> None:
     """Add to a request what the headers say, and the ``keys`` of its first pages."""
-    request.session_id, request.arrived_s = session_of(http, asked.session_id), arrival_of(http).arrived_s
-    request.priority = priority_of(http, asked.priority)
-    request.tenant, request.weight = share_of(http)
-    request.dp_rank = dp_rank_of(http, service.config, asked.dp_rank)
+    request.session_id, request.arrived_s = session_of(arrival, asked.session_id), arrival.arrived_s
+    request.priority = priority_of(arrival, asked.priority)
+    request.tenant, request.weight = arrival.tenant, arrival.weight
+    request.dp_rank = dp_rank_of(arrival, service.config, asked.dp_rank)
     if request.may_use_cache:
         request.page_keys = PromptKeys(request.prompt_ids, service.model.page_size, request.cache_salt, keys)
 
@@ -95,8 +96,8 @@ def choices_of(request: GenerateRequest, num_choices: int) -> list[GenerateReque
     return [request, *others]
 
 
-def _writer(service: Service, http: Request, asked: Preprocessed) -> Writer:
-    request_id = arrival_of(http).request_id
+def _writer(service: Service, arrival: Arrival, asked: Preprocessed) -> Writer:
+    request_id = arrival.request_id
     match asked.options:
         case CompletionOptions() as options:
             prompts = [request.prompt_ids for request in asked.requests]
@@ -109,24 +110,24 @@ def _writer(service: Service, http: Request, asked: Preprocessed) -> Writer:
 
 @asynccontextmanager
 async def _open_answer(
-    service: Service, http: Request, requests: Sequence[GenerateRequest]
+    service: Service, arrival: Arrival, requests: Sequence[GenerateRequest]
 ) -> AsyncGenerator[Answer, None]:
     """Send the requests to replicas when there is capacity; on exit, cancel unfinished ones and record the outcome.
 
     Raises:
         NotReadyError, QueueFullError, KeyLimitError: the requests cannot be sent.
     """
-    with service.limits.open(arrival_of(http).caller, len(requests)) as account:
+    with service.limits.open(arrival.caller, len(requests)) as account:
         begun_s = service.relay.now_s()
         cost = sum(request.decode_len for request in requests)
-        opening = service.gate.enter(partial(service.relay.open, requests), requests[0].priority, *share_of(http), cost)
-        with await opening as answer:
+        send, priority = partial(service.relay.open, requests), requests[0].priority
+        with await service.gate.enter(send, priority, arrival.tenant, arrival.weight, cost) as answer:
             answer.queue_s = answer.opened_s - begun_s
             service.metrics.preprocess_s.observe(begun_s - answer.arrived_s)
             service.metrics.queue_s.observe(answer.queue_s)
             span = None
             if service.tracing is not None:
-                span = service.tracing.begin(_traceparent(http), answer.arrived_s)
+                span = service.tracing.begin(_traceparent(arrival), answer.arrived_s)
                 answer.trace_header = service.tracing.header(span)
             error: BaseException | None = None
             try:
@@ -136,13 +137,14 @@ async def _open_answer(
                 raise
             finally:
                 account.use(answer.num_prompt_tokens + answer.num_tokens)
-                _record(service, http, answer, span, error)
+                _record(service, arrival, answer, span, error)
 
 
-def _record(service: Service, http: Request, answer: Answer, span: "Span | None", error: BaseException | None) -> None:
+def _record(
+    service: Service, arrival: Arrival, answer: Answer, span: "Span | None", error: BaseException | None
+) -> None:
     """Record a finished request on the status page, in the access log, and as a span."""
     has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
-    caller = arrival_of(http).caller
     outcome = "finished" if error is None else "left" if has_left else "failed"
     summary = answer.summary(outcome, service.relay.now_s())
     service.recent.appendleft(summary)
@@ -150,17 +152,17 @@ def _record(service: Service, http: Request, answer: Answer, span: "Span | None"
         log_request(
             answer,
             summary,
-            request_id=arrival_of(http).request_id,
-            caller=caller.name if caller is not None else None,
-            traceparent=answer.trace_header.get(TRACEPARENT, _traceparent(http)),
+            request_id=arrival.request_id,
+            caller=arrival.caller.name if arrival.caller is not None else None,
+            traceparent=answer.trace_header.get(TRACEPARENT, _traceparent(arrival)),
             error=error,
         )
     if service.tracing is not None and span is not None:
         service.tracing.end(span, answer, service.model.name, error)
 
 
-def _traceparent(http: Request) -> str:
-    return arrival_of(http).header(TRACEPARENT.encode()) or ""
+def _traceparent(arrival: Arrival) -> str:
+    return arrival.header(TRACEPARENT.encode()) or ""
 
 
 class AnswerReader:
@@ -204,15 +206,20 @@ async def _whole(tokenizer: Tokenizer, opening: AbstractAsyncContextManager[Answ
         reader, parts = AnswerReader(tokenizer, answer), [list[OutputChunk]() for _ in answer.requests]
         async for chunks in reader.chunks():
             for chunk in chunks:
-                num_logprobs += sum(1 + len(given.top_ids) for given in chunk.logprobs)
-                if num_logprobs > MAX_LOGPROBS:
-                    most = f"at most {MAX_LOGPROBS} in one response; ask for fewer, or for stream=true"
-                    raise bad_request(f"logprobs: the answer has more log-probabilities; allowed: {most}", "logprobs")
+                if chunk.logprobs:
+                    num_logprobs += sum(1 + len(given.top_ids) for given in chunk.logprobs)
+                    _check_logprobs(num_logprobs)
                 await writer.prepare(chunk)
                 parts[chunk.index].append(chunk)
         usage = _usage(answer, sum(len(chunk.token_ids) for part in parts for chunk in part))
         headers = answer.headers
     return JsonAnswer(writer.whole(parts, usage), headers=headers)
+
+
+def _check_logprobs(number: int) -> None:
+    if number > MAX_LOGPROBS:
+        most = f"at most {MAX_LOGPROBS} in one response; ask for fewer, or for stream=true"
+        raise bad_request(f"logprobs: the answer has more log-probabilities; allowed: {most}", "logprobs")
 
 
 async def _frames(

@@ -154,7 +154,7 @@ def _status(service: Service) -> dict[str, object]:
         "router": service.state,
         "totals": service.metrics.totals() | {"kv_bytes": kv_bytes},
         "replicas": [_replica(entry) for entry in replicas],
-        "recent": list(service.recent),
+        "recent": [summary.entry() for summary in service.recent],
     }
 
 

@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from router.api.front import Arrival, Bodies
-from router.api_keys import ApiKey
 from router.errors import ApiError
 
 MOST = 100
@@ -15,7 +14,7 @@ MOST = 100
 
 def request_of(tenant: str, *parts: bytes) -> Request:
     """Return a request whose body arrives in parts."""
-    arrival = Arrival(request_id="", arrived_s=0.0, headers={}, caller=ApiKey(name=tenant, key="0123456789abcdef"))
+    arrival = Arrival(request_id="", arrived_s=0.0, headers={}, tenant=tenant)
     left = [*parts]
 
     async def receive() -> Message:
