@@ -23,6 +23,13 @@ COLOURS = {
 }
 
 
+STYLE = """
+text { fill: #243b53 } text.inside { fill: #1c2127 } .back { fill: #fff } line { stroke: #e4e7eb } .edge { stroke: #fff }
+@media (prefers-color-scheme: dark) {
+text { fill: #d5dbe3 } .back { fill: #14171b } line { stroke: #333a43 } .edge { stroke: #14171b } }
+"""
+
+
 def draw(trace: dict[str, Any]) -> str:
     """The SVG."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -40,7 +47,9 @@ def draw(trace: dict[str, Any]) -> str:
     body = [*axis(per_us, top), *shapes, *legend(top + 8)]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + 32}" font-family="sans-serif" '
-        f'font-size="11"><rect width="100%" height="100%" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
+        f'font-size="11"><style>{STYLE}</style><rect width="100%" height="100%" class="back"/>\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
     )
 
 
@@ -54,10 +63,10 @@ def lane_shapes(events: list[dict[str, Any]], top: float, per_us: float) -> Iter
         inset = 3 if kind in ("attention", "mlp") else 0
         yield (
             f'<rect x="{left:.1f}" y="{top + inset}" width="{width:.1f}" height="{TRACK - 3 - inset}" '
-            f'fill="{COLOURS[kind]}" stroke="#ffffff" stroke-width="{0.5 if width > 3 else 0}"/>'
+            f'fill="{COLOURS[kind]}" class="edge" stroke-width="{0.5 if width > 3 else 0}"/>'
         )
         if len(event["name"]) * LABEL_PX < width and event["cat"] == "request":
-            yield text(left + 4, top + 11, event["name"])
+            yield text(left + 4, top + 11, event["name"], kind="inside")
 
 
 def kind_of(event: dict[str, Any]) -> str:
@@ -73,7 +82,7 @@ def axis(per_us: float, bottom: float) -> Iterator[str]:
     )
     for number in range(int(span_us / step_us) + 1):
         left = LEFT + number * step_us * per_us
-        yield f'<line x1="{left:.1f}" x2="{left:.1f}" y1="22" y2="{bottom}" stroke="#e4e7eb"/>'
+        yield f'<line x1="{left:.1f}" x2="{left:.1f}" y1="22" y2="{bottom}"/>'
         if left < WIDTH - 60:
             yield text(left, 16, f"{number * step_us / 1000:g} ms")
 
@@ -85,9 +94,9 @@ def legend(top: float) -> Iterator[str]:
         yield f'<rect x="{left}" y="{top}" width="12" height="12" fill="{colour}"/>' + text(left + 17, top + 10, kind)
 
 
-def text(left: float, base: float, words: str, weight: str = "normal") -> str:
+def text(left: float, base: float, words: str, weight: str = "normal", kind: str = "outside") -> str:
     """A line of text."""
-    return f'<text x="{left:.1f}" y="{base:.1f}" font-weight="{weight}" fill="#243b53">{escape(words)}</text>'
+    return f'<text x="{left:.1f}" y="{base:.1f}" font-weight="{weight}" class="{kind}">{escape(words)}</text>'
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from router.answer import HEADERS
-from router.api import admin, errors, generation, status
+from router.api import admin, errors, generation, overview, status
 from router.api.document import complete
 from router.api.front import REQUEST_ID, Bodies, Front, key_needed
 from router.records import TRACEPARENT
@@ -39,7 +39,7 @@ def create_api(service: Service) -> FastAPI:
     app.state.bodies = Bodies(service.model.max_body_bytes)
     for routes in (generation.routes, status.model_routes):
         app.include_router(routes(service), dependencies=[key_needed(service)])
-    for routes in (status.state_routes, admin.routes):
+    for routes in (overview.routes, status.state_routes, admin.routes):
         app.include_router(routes(service))
     errors.install(app, service.metrics)
     return app

@@ -70,6 +70,11 @@ class Histogram:
         line[bisect_left(self._bounds, value)] += 1
         line[-1] += value
 
+    def counts(self) -> dict[str, list[float]]:
+        """Return the upper bounds of the buckets, and how many values of all labels are in each, the last unbounded."""
+        counts = [sum(line[index] for line in self.values.values()) for index in range(len(self._bounds) + 1)]
+        return {"bounds": self._bounds, "counts": counts}
+
     def family(self) -> Metric:
         family = HistogramMetricFamily(self.name, self._help_text, labels=self._labels)
         for labels, (*counts, total) in self.values.items():

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _log = logging.getLogger(__name__)
 
-MAX_RECENT = 50
 CLOSE_S = 2.0
 """Maximum time to export the last spans when the router stops."""
 TRACEPARENT = "traceparent"

@@ -6,7 +6,7 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,8 @@ MAX_KEPT = 8
 """Maximum number of stored traces. The oldest one is deleted first."""
 GATHER_S = 30.0
 """Maximum time to wait for ranks, which answer between two steps."""
+_WRITES, _RECEIVING = "kv sender", "receiving"
+"""Track of a prefill rank's writes, and name of the interval in which decode receives them."""
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ class RequestTrace:
             is_local = part.clock.machine == clock.machine
             shift_s = 0.0 if is_local else part.clock.unix_offset_s - clock.unix_offset_s
             events += _process(pid, _rank_name(part.replica, part.global_rank), part.intervals, origin_s - shift_s)
+        events += list(_arrows(events))
         left_out = {
             _rank_name(part.replica, part.global_rank): part.num_left_out for part in parts if part.num_left_out
         }
@@ -131,6 +134,20 @@ def _process(pid: int, name: str, intervals: Sequence[Interval], origin_s: float
             "tid": tracks[interval.track],
             "args": interval.facts,
         }
+
+
+def _arrows(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield arrows from the writes of KV to the time in which decode receives it."""
+    events = list(events)
+    target = next((event for event in events if event["name"] == _RECEIVING), None)
+    if target is None:
+        return
+    begin_us, end_us = target["ts"], target["ts"] + target["dur"]
+    for number, write in enumerate(event for event in events if event.get("cat") == _WRITES):
+        arrow = {"name": "KV", "cat": "kv", "id": number}
+        arrives_us = min(max(begin_us, write["ts"] + write["dur"]), end_us)
+        yield arrow | {"ph": "s", "ts": write["ts"], "pid": write["pid"], "tid": write["tid"]}
+        yield arrow | {"ph": "f", "bp": "e", "ts": arrives_us, "pid": target["pid"], "tid": target["tid"]}
 
 
 def _label(pid: int, tid: int, what: str, **args: str | int) -> dict[str, Any]:

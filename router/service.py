@@ -1,20 +1,19 @@
 """The parts of a router that its HTTP routes use."""
 
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.worker_spec import RouterShare
 from router.admission import Gate
-from router.answer import Summary
 from router.api_keys import KeyLimits, KeyRing
 from router.directory import Directory
 from router.dispatch import RequestTable
 from router.metrics import Metrics
+from router.overview import Overview
 from router.preprocess.model import ServedModel
 from router.preprocess.pool import PreprocessPool
-from router.records import MAX_RECENT, Tracing
+from router.records import Tracing
 from router.relay import Relay
 
 
@@ -33,8 +32,7 @@ class Service:
     share: RouterShare
     tracing: Tracing | None = None
     """Recorder of spans; None if no collector is configured."""
-    recent: deque[Summary] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
-    """Summaries of the most recently finished requests, newest first."""
+    overview: Overview = field(default_factory=Overview)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

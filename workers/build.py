@@ -46,6 +46,7 @@ def make_record(spec: WorkerSpec, rank: Rank, address: str) -> RankRecord:
         ownership=spec.ownership,
         build=VERSION,
         host_endpoint=rank.host_region.endpoint if rank.host_region else None,
+        device=rank.model.device.title,
     )
 
 

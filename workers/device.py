@@ -5,6 +5,7 @@ alone use ``torch.cuda`` themselves.
 """
 
 import ctypes
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,6 +62,11 @@ class Device:
     """Whether oneDNN multiplies in bf16, with weights in a layout of its own."""
     compute_capability: tuple[int, int] | None = None
     samples: Samples
+
+    @property
+    def title(self) -> str:
+        """Return the device's name for people."""
+        return self.name
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""
@@ -128,6 +134,11 @@ class GpuDevice(Device):
     has_own_memory = has_kernels = is_asynchronous = True
     # Below the largest token count, reading weights and launching kernels takes a GPU longer than arithmetic.
     samples = Samples(tokens=(32, 2048), queries=2048, prefix=6144, rows=(16, 4096))
+
+    @property
+    def title(self) -> str:
+        index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+        return f"GPU {index}, {torch.cuda.get_device_name(self.torch_device)}"
 
     @property
     def compute_capability(self) -> tuple[int, int]:  # type: ignore[override]

@@ -87,6 +87,8 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     ownership: KvOwnership
     build: str
     host_endpoint: Endpoint | None = None
+    device: str = ""
+    """The device that computes, as people know it."""
 
     @property
     def role(self) -> Role:

@@ -117,11 +117,15 @@ async def _open_answer(
     Raises:
         NotReadyError, QueueFullError, KeyLimitError: the requests cannot be sent.
     """
-    with service.limits.open(arrival.caller, len(requests)) as account:
+    with (
+        service.limits.open(arrival.caller, len(requests)) as account,
+        service.overview.show(arrival.request_id, requests) as shown,
+    ):
         begun_s = service.relay.now_s()
         cost = sum(request.decode_len for request in requests)
         send, priority = partial(service.relay.open, requests), requests[0].priority
         with await service.gate.enter(send, priority, arrival.tenant, arrival.weight, cost) as answer:
+            shown.answer = answer
             answer.queue_s = answer.opened_s - begun_s
             service.metrics.preprocess_s.observe(begun_s - answer.arrived_s)
             service.metrics.queue_s.observe(answer.queue_s)
@@ -147,7 +151,7 @@ def _record(
     has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
     outcome = "finished" if error is None else "left" if has_left else "failed"
     summary = answer.summary(outcome, service.relay.now_s())
-    service.recent.appendleft(summary)
+    service.overview.recent.appendleft(summary)
     if service.config.log.requests:
         log_request(
             answer,

@@ -1,19 +1,16 @@
 """Routes about the model, the router and the cluster, for clients, load balancers, Prometheus and people."""
 
-import time
 from http import HTTPStatus
-from importlib.resources import files
 from math import inf
 
 import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from cluster.spec.clock import read_clock
 from cluster.spec.ids import Role
-from cluster.spec.registry import ReplicaEntry
 from cluster.spec.version import VERSION
 from router.api.document import document
 from router.api.front import arrival_of, key_needed, preprocess
@@ -56,18 +53,7 @@ def model_routes(service: Service) -> APIRouter:
 def state_routes(service: Service) -> APIRouter:
     """Return the state routes. If API keys are configured, the routes that show the cluster require one."""
     router = APIRouter(tags=["status"])
-    page = (files("router.page") / "status.html").read_text(encoding="utf-8")
     rendering = _Rendering(service)
-
-    @router.get("/", response_class=HTMLResponse)
-    async def overview() -> Response:
-        """Show replicas and their ranks, queues, rates, and the latest finished requests."""
-        return HTMLResponse(page, headers={"cache-control": "no-cache"})
-
-    @router.get("/status", dependencies=[key_needed(service)])
-    async def status() -> Response:
-        """Return the status page's data."""
-        return _json(_status(service))
 
     @router.get("/ping")
     @router.get("/health")
@@ -141,38 +127,6 @@ def _ended(name: str, trace: RequestTrace | None) -> RequestTrace:
 
 def _json(content: object) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
-
-
-def _status(service: Service) -> dict[str, object]:
-    snapshot = service.directory.snapshot
-    replicas = snapshot.replicas if snapshot is not None else ()
-    kv_bytes = sum(sent.num_bytes for entry in replicas for sent in entry.load.sends)
-    return {
-        "version": VERSION,
-        "model": service.model.name,
-        "time": time.time(),
-        "router": service.state,
-        "totals": service.metrics.totals() | {"kv_bytes": kv_bytes},
-        "replicas": [_replica(entry) for entry in replicas],
-        "recent": [summary.entry() for summary in service.recent],
-    }
-
-
-def _replica(entry: ReplicaEntry) -> dict[str, object]:
-    sent = {times.global_rank: times.num_bytes for times in entry.load.sends}
-    ranks = [
-        msgspec.structs.asdict(record.coords)
-        | {"global_rank": record.global_rank, "address": record.address, "sent_bytes": sent.get(record.global_rank, 0)}
-        for record in entry.ranks
-    ]
-    return {
-        "replica": entry.replica,
-        "role": entry.role,
-        "incarnation": entry.incarnation,
-        "ready": entry.ready,
-        "load": entry.load,
-        "ranks": ranks,
-    }
 
 
 async def _text(service: Service, request: Request, route: Route) -> Response:

@@ -19,7 +19,7 @@ def process_names(trace: dict[str, Any]) -> dict[int, str]:
 def check_trace(trace: dict[str, Any]) -> None:
     """Check that all events have known kinds, processes and threads have names, and a thread's events are nested."""
     named = {(event["pid"], event["tid"]) for event in trace["traceEvents"] if event["name"] == "thread_name"}
-    assert {event["ph"] for event in trace["traceEvents"]} <= {"M", "X"}
+    assert {event["ph"] for event in trace["traceEvents"]} <= {"M", "X", "s", "f"}
     for event in complete_events(trace):
         assert isinstance(event["name"], str)
         assert isinstance(event["ts"], int | float)
@@ -28,11 +28,37 @@ def check_trace(trace: dict[str, Any]) -> None:
         assert (event["pid"], event["tid"]) in named
         assert isinstance(event["args"], dict)
 
+    _check_arrows(trace)
+
     def thread(event: dict[str, Any]) -> tuple[int, int]:
         return event["pid"], event["tid"]
 
     for _, events in groupby(sorted(complete_events(trace), key=thread), thread):
         _check_nesting(sorted(events, key=lambda event: (event["ts"], -event["dur"])))
+
+
+def _check_arrows(trace: dict[str, Any]) -> None:
+    """Check that every arrow has one begin and one end, each inside an event of its thread."""
+    begins, ends = arrows(trace)
+    assert begins.keys() == ends.keys()
+    for number, begin in begins.items():
+        assert begin["ts"] <= ends[number]["ts"] + ROUNDING_US
+        for event in (begin, ends[number]):
+            around = [other for other in complete_events(trace) if other["tid"] == event["tid"]]
+            assert any(
+                other["pid"] == event["pid"] and -ROUNDING_US <= event["ts"] - other["ts"] <= other["dur"] + ROUNDING_US
+                for other in around
+            ), f"nothing is around {event}"
+
+
+def arrows(trace: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+    """Return the begins and the ends of arrows by id."""
+    found: dict[str, dict[int, dict[str, Any]]] = {"s": {}, "f": {}}
+    for event in trace["traceEvents"]:
+        if event["ph"] in found:
+            assert event["id"] not in found[event["ph"]], "two arrows have one id"
+            found[event["ph"]][event["id"]] = event
+    return found["s"], found["f"]
 
 
 def _check_nesting(events: list[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from cluster.bench.dataset import read_trace
 from cluster.bench.workload import trace_workload
 from tests.fakes.cluster import RunningCluster, running_cluster
 from tests.fakes.recall_prompts import needle_prompt
-from tests.fakes.trace_events import check_trace, complete_events, process_names
+from tests.fakes.trace_events import arrows, check_trace, complete_events, process_names
 from tests.fakes.traces import prompt_ids, unbounded_hit_rate, write_trace
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -53,6 +53,9 @@ def test_a_trace_shows_what_every_rank_did_for_one_request(cluster: RunningClust
     assert [event["name"] for event in _track(did["prefill-0 rank 0"], "request")] == ["queued", "scheduled", "sending"]
     states = [event["name"] for event in _track(did["decode-0 rank 0"], "request")]
     assert states == ["queued", "receiving", "verifying", "running"]
+    begins, ends = arrows(trace)
+    assert len(begins) == sum(len(_track(events, "kv sender")) for events in did.values())
+    assert {process_names(trace)[end["pid"]] for end in ends.values()} == {"decode-0 rank 0"}
 
 
 def test_the_phases_of_requests_under_load_add_up_to_the_time_to_first_token(cluster: RunningCluster) -> None:

@@ -1,6 +1,8 @@
 """The page at ``/`` and the data that it reads."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ def test_it_reads_topology_totals_and_recent_requests(cluster: RouterCluster) ->
     sends = (SendTimes(global_rank=0, num_transfers=1, num_bytes=4096, write_s=0.1),)
     load = ReplicaLoad(free_pages=1, total_pages=4, cached_pages=2, num_running=3, sends=sends)
     prefill = msgspec.structs.replace(entry_of(cluster.prefill.peer), load=load)
+    ranks = tuple(msgspec.structs.replace(record, device="GPU 3") for record in prefill.ranks)
+    prefill = msgspec.structs.replace(prefill, ranks=ranks)
     cluster.table.show(table_of(prefill, entry_of(cluster.decode.peer), version=2))
     cluster.complete("abc", max_tokens=9)
     cluster.decode.fails = "no memory"
@@ -45,7 +49,9 @@ def test_it_reads_topology_totals_and_recent_requests(cluster: RouterCluster) ->
         1,
     )
     coords = msgspec.structs.asdict(RankCoords(dp=0, cp=0, tp=0, pp=0))
-    assert first["ranks"] == [coords | {"global_rank": 0, "address": cluster.prefill.peer.address, "sent_bytes": 4096}]
+    address = cluster.prefill.peer.address
+    rank = {"global_rank": 0, "address": address, "node": "127.0.0.1", "device": "GPU 3", "sent_bytes": 4096}
+    assert first["ranks"] == [coords | rank]
     assert second["replica"] == "decode-0"
     failed, finished = status["recent"]
     assert (failed["outcome"], finished["outcome"]) == ("failed", "finished")
@@ -56,6 +62,47 @@ def test_it_reads_topology_totals_and_recent_requests(cluster: RouterCluster) ->
         *["decode-0"] + ["prefill-0"] * 5 + ["decode-0"] * 3
     ]
     assert sum(phase["seconds"] for phase in finished["phases"]) == pytest.approx(finished["seconds"])
+
+
+def test_it_counts_latencies_in_buckets(cluster: RouterCluster) -> None:
+    for _ in range(3):
+        cluster.complete("abc", max_tokens=9)
+    latencies: Any = cluster.http.get("/status").json()["latencies"]
+    for name, number in (("ttft", 3), ("itl", 6)):
+        counted = latencies[name]
+        assert len(counted["counts"]) == len(counted["bounds"]) + 1
+        assert sum(counted["counts"]) == number
+
+
+def test_it_shows_open_requests_by_age_until_they_end(cluster: RouterCluster) -> None:
+    def shown() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = cluster.http.get("/status").json()["open"]
+        return found
+
+    def until(phases: list[str]) -> list[dict[str, Any]]:
+        deadline_s = time.monotonic() + 30
+        while [one["phase"] for one in shown()] != phases:
+            assert time.monotonic() < deadline_s, shown()
+            time.sleep(0.01)
+        return shown()
+
+    assert shown() == []
+    cluster.decode.flow.clear()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(cluster.complete, "abc", max_tokens=90, n=2)
+        until(["prefill"])
+        second = pool.submit(cluster.complete, "abcdef", max_tokens=90)
+        older, newer = until(["prefill", "prefill"])
+        assert older["age"] > newer["age"] > 0
+        facts = {"key": "anybody", "prefill": "prefill-0", "decode": "decode-0", "num_tokens": 0}
+        assert {name: older[name] for name in facts} == facts
+        assert (older["prompt_tokens"], newer["prompt_tokens"]) == (4, 7)
+        cluster.decode.token_s = 0.05
+        cluster.decode.flow.set()
+        assert all(one["num_tokens"] > 0 for one in until(["decode", "decode"]))
+        assert first.result()["id"] == f"cmpl-{older['id']}"
+        second.result()
+    assert shown() == []
 
 
 @pytest.fixture

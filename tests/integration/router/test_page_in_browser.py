@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,11 @@ def wide(entry: ReplicaEntry, cp: int, tp: int) -> ReplicaEntry:
     sizes = AxisSizes(dp=1, cp=cp, tp=tp, pp=1)
     records = tuple(
         msgspec.structs.replace(
-            record, sizes=sizes, global_rank=rank, coords=RankCoords(dp=0, cp=rank // tp, tp=rank % tp, pp=0)
+            record,
+            sizes=sizes,
+            global_rank=rank,
+            coords=RankCoords(dp=0, cp=rank // tp, tp=rank % tp, pp=0),
+            device="GPU 3, H200",
         )
         for rank in range(cp * tp)
     )
@@ -57,6 +62,9 @@ def test_it_shows_the_cluster(cluster: RouterCluster, tmp_path: Path) -> None:
         "2 running, 1 waiting",
         "40 of 100 pages held, 25 cached",
         "MiB sent",
+        "sends to decode-0 (2)",
+        "GPU 3, H200",
+        'id="login" hidden=""',
     ):
         assert text in page
     assert [
@@ -72,6 +80,27 @@ def test_it_shows_the_cluster(cluster: RouterCluster, tmp_path: Path) -> None:
     assert requests.count("var(--prefill)") == 2
     assert "prefill 0 ms · prefill-0" in requests
     assert re.search(r'<span id="problem" role="status"></span>', page)
+    assert re.search(r'<span id="longest">\d+ ms</span>', page)
+
+
+def test_it_shows_latencies_of_the_last_minute(cluster: RouterCluster, tmp_path: Path) -> None:
+    cluster.decode.token_s = 0.01
+    with ThreadPoolExecutor() as pool:
+        shown = pool.submit(browse, f"{cluster.url}/", f"--user-data-dir={tmp_path}", "--dump-dom")
+        while not shown.done():
+            cluster.complete("abc", max_tokens=30)
+    for latency in ("TTFT", "ITL"):
+        assert re.search(rf"<b>[\d.]+ m?s · [\d.]+ m?s</b><span [^>]*>{latency}, p50 and p99</span>", shown.result())
+
+
+def test_it_asks_for_a_key_in_a_form(folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("- {name: a, key: a-secret-of-a}\n")
+    for cluster in run_cluster(folder, api_keys_file=str(keys)):
+        page = browse(f"{cluster.url}/", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
+        assert 'id="login">' in page
+        assert 'id="content" hidden=""' in page
+        assert cluster.metric('baton_request_refused_total{status="401"}') == 1, "it asks again without a key"
 
 
 def test_a_page_from_elsewhere_uses_the_endpoint(folder: Path, tmp_path: Path) -> None:

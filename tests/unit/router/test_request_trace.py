@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from router import request_trace
 from router.request import ChoiceId
 from router.request_trace import MAX_KEPT, RequestTrace, RequestTraces
 from tests.fakes.bootstrap import entry_of, peer_of
-from tests.fakes.trace_events import check_trace, complete_events, process_names
+from tests.fakes.trace_events import arrows, check_trace, complete_events, process_names
 
 HERE = ClockReading(machine="here", unix_offset_s=1000.0)
 ELSEWHERE = ClockReading(machine="elsewhere", unix_offset_s=400.0)
@@ -55,6 +56,17 @@ def test_another_machine_is_shifted_by_the_difference_of_unix_times() -> None:
     # At Unix time 1005.5, half a second after the arrival at 1005.0.
     trace = _trace(router, _rank_trace([Interval("compute", "step 1", 605.5, 606.0)], ELSEWHERE)).events(HERE)
     assert complete_events(trace)[-1]["ts"] == 500_000.0
+
+
+def test_arrows_lead_from_writes_to_the_time_in_which_decode_receives() -> None:
+    writes = [Interval("kv sender", "write", start_s, start_s + 0.5) for start_s in (5.0, 7.0, 8.75)]
+    receiving = Interval("request", "receiving", 6.0, 9.0)
+    decode = msgspec.structs.replace(_rank_trace([receiving], HERE), replica=replica_id(Role.DECODE, 0))
+    trace = _trace([Interval("request", "stream", 5.0, 9.5)], _rank_trace(writes, HERE), decode).events(HERE)
+    check_trace(trace)
+    begins, ends = arrows(trace)
+    assert [(begin["pid"], begin["ts"]) for begin in begins.values()] == [(2, 0.0), (2, 2e6), (2, 3.75e6)]
+    assert [(end["pid"], end["ts"]) for end in ends.values()] == [(3, 1e6), (3, 2.5e6), (3, 4e6)]
 
 
 def test_missing_ranks_are_named() -> None:
