@@ -24,7 +24,8 @@ COLOURS = {
 
 
 STYLE = """
-text { fill: #243b53 } text.inside { fill: #1c2127 } .back { fill: #fff } line { stroke: #e4e7eb } .edge { stroke: #fff }
+text { fill: #243b53 } text.inside { fill: #1c2127 }
+.back { fill: #fff } line { stroke: #e4e7eb } .edge { stroke: #fff }
 @media (prefers-color-scheme: dark) {
 text { fill: #d5dbe3 } .back { fill: #14171b } line { stroke: #333a43 } .edge { stroke: #14171b } }
 """
