@@ -28,8 +28,15 @@ _MAX_COMPILED = 64
 _MAX_FORMAT_CHARS = 64
 """Maximum length of a format name: longer than any known name, so that long client input is never cached."""
 
+_LIMITS = llguidance.LLParserLimits(step_max_items=1000, max_lexer_states=20_000)
+"""Limits on the work for one token, some ten milliseconds, and on the memory of one grammar, 10 MiB.
+
+All requests of a step wait for the slowest grammar, and each cached grammar keeps its states.
+"""
+
 _WORDS = {
     ("NoExtensionBias",): "no finite text matches it",
+    ("too many states",): "its regular expressions have too many states; use simpler ones",
     ("Too many items", "Current row has"): "it is too ambiguous; use fewer or longer alternatives, and left recursion",
 }
 """Explanations of problems, keyed by fragments of llguidance's messages."""
@@ -108,7 +115,7 @@ class Grammars:
         self._thread.shutdown(cancel_futures=True)
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._tokens.result(), grammar, log_level=0)
+        matcher = llguidance.LLMatcher(self._tokens.result(), grammar, log_level=0, limits=_LIMITS)
         # Some errors appear only with the first token.
         first = matcher.deep_copy()
         first.compute_bitmask()

@@ -88,7 +88,11 @@ class Crowd:
             self._turns.add(call, client())
 
     def add_idle(self, wire: asyncio.Transport) -> None:
-        """Note that a connection waits for its client. If many do, disconnect the one that waits longest."""
+        """Note that a connection waits for its client, who has just done something.
+
+        If many do, disconnect the one that waits longest.
+        """
+        self._idle.pop(wire, None)
         self._idle[wire] = None
         if len(self._idle) > self.max_idle:
             oldest = next(iter(self._idle))

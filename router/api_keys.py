@@ -49,6 +49,14 @@ class ApiKey(BaseModel):
         return SHARED_SALT if self.cache == "shared" else f"{self.name}\0"
 
 
+class _UnnamedKey(ApiKey):
+    """API key from the environment. Its name is a number that another key may have after a restart."""
+
+    @property
+    def salt(self) -> str:
+        return f"{hashlib.sha256(self.key.encode()).hexdigest()}\0"
+
+
 class KeyRing:
     """All API keys; if there are none, every client is admitted.
 
@@ -83,7 +91,7 @@ def read_keys(config: RouterConfig, environ: Mapping[str, str] | None = None) ->
     Raises:
         UserError: the file is invalid, or two entries have the same name or key; the message never quotes a key.
     """
-    given = [ApiKey(name=f"key-{number}", key=key) for number, key in enumerate(API_KEYS.get(environ))]
+    given = [_UnnamedKey(name=f"key-{number}", key=key) for number, key in enumerate(API_KEYS.get(environ))]
     keys = [*_read_file(config.api_keys_file), *given]
     for what in ("name", "key"):
         if len({getattr(key, what) for key in keys}) < len(keys):

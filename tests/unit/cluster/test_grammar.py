@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -66,6 +67,31 @@ def test_grammars_that_grow_too_large_are_refused_with_a_reason(grammars: Gramma
     matcher = grammars.matcher(lark("start: " + " | ".join(f'"a{number}"' for number in range(3000))))
     matcher.advance(b"a")
     assert matcher.problem.startswith("it is too ambiguous")
+
+
+def test_an_ambiguous_grammar_is_refused_before_its_tokens_take_long(grammars: Grammars) -> None:
+    matcher = grammars.matcher(lark('start: a\na: "x" | a a | " " | /[a-z]/ a'))
+    for _ in range(400):
+        matcher.advance(b"a")
+        matcher.allowed()
+    assert matcher.problem.startswith("it is too ambiguous")
+
+
+def test_regular_expressions_that_grow_too_large_are_refused_with_a_reason(grammars: Grammars) -> None:
+    forms = "|".join(f"(.|\\n)*{letter}(.|\\n){{16}}q" for letter in "abcdefgh")
+    matcher, generator = grammars.matcher(lark(f"start: /({forms})*/")), Random(0)
+    for _ in range(6000):
+        matcher.advance([generator.choice(b"abcdefghijklmnopqz")])
+        matcher.allowed()
+    assert matcher.problem == "its regular expressions have too many states; use simpler ones"
+
+
+def test_a_schema_with_many_optional_properties_is_followed(grammars: Grammars) -> None:
+    properties = {f"p{number}": {"type": "string"} for number in range(200)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    matcher = grammars.matcher(json.dumps({"grammars": [{"json_schema": schema}]}))
+    matcher.advance(b'{"p199"')
+    assert ord(":") in ids(matcher.allowed())
 
 
 def test_a_token_that_does_not_fit_is_a_problem(grammars: Grammars) -> None:
