@@ -51,6 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     assert len({item.nodeid for item in items}) == len(items), "of tests of one name `pytest -n` runs one"
     missing = {"mooncake": _mooncake_missing(items), "native": _native_missing(items), "gpu": _gpu_missing(items)}
     missing["chromium"] = None if shutil.which("chromium") else "apt-get install -y --no-install-recommends chromium"
+    missing["kubectl"] = None if shutil.which("kubectl") else "kubectl, with kustomize in it"
     for mark, reason in missing.items():
         if reason is None:
             continue

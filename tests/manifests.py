@@ -1,6 +1,6 @@
-"""The Kubernetes manifests of deploy/kuberay as data."""
+"""The Kubernetes manifests of deploy/ as data, rendered like `kubectl kustomize` does."""
 
-import shlex
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -8,46 +8,100 @@ import yaml
 
 from tests import readme
 
+Object = dict[str, Any]
 FOLDER = readme.ROOT / "deploy" / "kuberay"
-IMAGE_FOLDER = "/opt/baton/"
-"""Path of this repository in the image."""
+OVERLAYS = sorted(path.parent.name for path in FOLDER.glob("overlays/*/kustomization.yaml"))
+MONITORING = readme.ROOT / "deploy" / "grafana"
+FOLDERS = [*(FOLDER / "overlays" / name for name in OVERLAYS), MONITORING]
+"""Folders that an operator applies."""
+_BOILERPLATE = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
 
 
-def objects() -> dict[str, dict[str, Any]]:
-    """Return every object by file and kind."""
-    return {
-        f"{path.name}/{found['kind']}": found
-        for path in sorted(FOLDER.glob("*.yaml"))
-        for found in yaml.safe_load_all(path.read_text(encoding="utf-8"))
-    }
+def overlay(name: str) -> list[Object]:
+    """Return the objects of an overlay."""
+    return render(FOLDER / "overlays" / name)
 
 
-def of_kind(kind: str) -> dict[str, dict[str, Any]]:
-    """Return the objects of one kind by file."""
-    return {name.split("/")[0]: found for name, found in objects().items() if found["kind"] == kind}
+def render(folder: Path) -> list[Object]:
+    """Return the objects of a kustomization. Knows the few features that the manifests use, and refuses others."""
+    found = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
+    assert found.items() >= _BOILERPLATE.items(), folder
+    assert found.keys() <= {*_BOILERPLATE, "resources", "configMapGenerator", "patches", "images"}, folder
+    objects = [each for name in found["resources"] for each in _resource(folder / name)]
+    objects += [_config_map(folder, each) for each in found.get("configMapGenerator", [])]
+    for patch in found.get("patches", []):
+        _patch(folder, patch, objects)
+    for image in found.get("images", []):
+        _name_image(image, objects)
+    return objects
 
 
-def cluster_spec(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the Ray cluster that a RayJob or a RayCluster creates."""
-    spec: dict[str, Any] = found["spec"]
-    return spec["rayClusterSpec"] if found["kind"] == "RayJob" else spec
+def of_kind(kind: str, objects: list[Object]) -> list[Object]:
+    return [each for each in objects if each["kind"] == kind]
 
 
-def container(group: dict[str, Any]) -> dict[str, Any]:
+def the(kind: str, objects: list[Object]) -> Object:
+    """Return the only object of a kind."""
+    (only,) = of_kind(kind, objects)
+    return only
+
+
+def groups(objects: list[Object]) -> list[Object]:
+    """Return the groups of pods of the only Ray cluster, the head's first."""
+    spec = the("RayJob", objects)["spec"]["rayClusterSpec"]
+    return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+
+
+def container(group: Object) -> Object:
     """Return the only container in a group's pods."""
     (only,) = group["template"]["spec"]["containers"]
     return dict(only)
 
 
-def entrypoints() -> dict[str, list[str]]:
-    """Return the command that starts Baton, by file. A RayCluster has it in the comment above it."""
-    found = {name: shlex.split(job["spec"]["entrypoint"]) for name, job in of_kind("RayJob").items()}
-    for name in of_kind("RayCluster"):
-        (line,) = (line for line in (FOLDER / name).read_text(encoding="utf-8").splitlines() if " -- baton up " in line)
-        found[name] = shlex.split(line.rpartition(" -- ")[2])
-    return found
+def _resource(path: Path) -> list[Object]:
+    return render(path) if path.is_dir() else list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
 
 
-def here(path: str) -> Path:
-    """Return the file in this repository for a path in the image."""
-    return readme.ROOT / path.removeprefix(IMAGE_FOLDER)
+def _config_map(folder: Path, given: Object) -> Object:
+    options = given["options"]
+    # With a suffix, kustomize would rename the map but not its use in a RayJob, whose fields it does not know.
+    assert options["disableNameSuffixHash"] is True, given
+    files = dict(reversed(file.split("=", 1)) if "=" in file else (file, file) for file in given["files"])
+    data = {key: (folder / file).read_text(encoding="utf-8") for file, key in files.items()}
+    labels = {"labels": options["labels"]} if "labels" in options else {}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": given["name"], **labels}, "data": data}
+
+
+def _patch(folder: Path, given: Object, objects: list[Object]) -> None:
+    """Apply JSON patches (RFC 6902) in place."""
+    text = given["patch"] if "patch" in given else (folder / given["path"]).read_text(encoding="utf-8")
+    kind, name = given["target"]["kind"], given["target"]["name"]
+    (target,) = (each for each in of_kind(kind, objects) if each["metadata"]["name"] == name)
+    for step in yaml.safe_load(text):
+        *way, last = (_key(part) for part in step["path"].removeprefix("/").split("/"))
+        parent: Any = target
+        for key in way:
+            parent = parent[key]
+        assert step["op"] in {"add", "replace"}, step
+        assert isinstance(parent, dict), "lists are replaced as a whole"
+        assert (last in parent) == (step["op"] == "replace"), step
+        parent[last] = deepcopy(step["value"])
+
+
+def _key(part: str) -> int | str:
+    return int(part) if part.isdecimal() else part.replace("~1", "/").replace("~0", "~")
+
+
+def _name_image(given: Object, objects: list[Object]) -> None:
+    for each in objects:
+        for holder in _containers(each):
+            if holder["image"] == given["name"]:
+                holder["image"] = f"{given.get('newName', given['name'])}:{given['newTag']}"
+
+
+def _containers(part: Any) -> list[Object]:
+    if isinstance(part, list):
+        return [found for each in part for found in _containers(each)]
+    if not isinstance(part, dict):
+        return []
+    return [*part.get("containers", []), *(found for each in part.values() for found in _containers(each))]

@@ -1,7 +1,11 @@
-"""The manifests in deploy/kuberay: what KubeRay allows, and what their deploy files need."""
+"""The manifests in deploy/kuberay: what KubeRay and Kubernetes allow, and what their deploy files need."""
 
 import json
+import os
 import re
+import shlex
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -10,35 +14,43 @@ import yaml
 
 from cluster.actors import Machine
 from cluster.placement import place
+from cluster.spec import env
 from cluster.spec.config import DeployConfig, TransferProtocol
 from cluster.spec.loader import load_config
+from router.server import RouterServer
 from tests import manifests, readme
+from tests.manifests import Object, container, groups, the
 
-CLUSTERS = manifests.of_kind("RayJob") | manifests.of_kind("RayCluster")
 SCHEMA = json.loads((readme.ROOT / "tests" / "data" / "kuberay" / "rayjob.schema.json").read_text(encoding="utf-8"))
 """Schema of RayJob from KubeRay's CustomResourceDefinition (Apache-2.0), which includes the spec of a RayCluster."""
+DEPLOY_FOLDER = "/etc/baton/"
+"""Folder of the deploy file in the head's pod."""
 
 
-def config_of(name: str) -> DeployConfig:
-    """Return the configuration that a manifest's command starts."""
-    program, command, file, *options = manifests.entrypoints()[name]
+@pytest.fixture(params=manifests.OVERLAYS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def objects(name: str) -> list[Object]:
+    return manifests.overlay(name)
+
+
+@pytest.fixture
+def config(objects: list[Object]) -> DeployConfig:
+    """Return the configuration that the job starts."""
+    program, command, file, *options = shlex.split(the("RayJob", objects)["spec"]["entrypoint"])
     assert (program, command, options[::2]) == ("baton", "up", ["--set"] * (len(options) // 2))
-    return load_config(manifests.here(file), dict(option.split("=", 1) for option in options[1::2]))
+    text = the("ConfigMap", objects)["data"][file.removeprefix(DEPLOY_FOLDER)]
+    (path,) = (path for path in (readme.ROOT / "deploy").glob("*.yaml") if path.read_text(encoding="utf-8") == text)
+    return load_config(path, dict(option.split("=", 1) for option in options[1::2]))
 
 
-def machines_of(name: str) -> list[Machine]:
-    """Return the pods as Ray would report them."""
-    spec = manifests.cluster_spec(CLUSTERS[name])
-    groups = [spec["headGroupSpec"], *(group for group in spec["workerGroupSpecs"] for _ in range(group["replicas"]))]
-    return [
-        Machine(
-            node_id=f"{number}",
-            address=f"10.0.0.{number}",
-            cpus=float(group["rayStartParams"]["num-cpus"]),
-            gpus=float(manifests.container(group)["resources"]["limits"].get("nvidia.com/gpu", 0)),
-        )
-        for number, group in enumerate(groups)
-    ]
+def pods_of(objects: list[Object]) -> list[Object]:
+    """Return the group of every pod, the head first."""
+    head, *workers = groups(objects)
+    return [head, *(group for group in workers for _ in range(group["replicas"]))]
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
@@ -55,91 +67,225 @@ def test_a_field_that_kuberay_does_not_know_is_found() -> None:
         jsonschema.Draft202012Validator(schema).validate({"shutdownAfterFinish": True})
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
-class TestClusters:
-    def test_kuberay_knows_every_field(self, name: str) -> None:
-        found, schema = CLUSTERS[name], strict(SCHEMA["properties"]["spec"])
-        if found["kind"] == "RayCluster":
-            schema = schema["properties"]["rayClusterSpec"]
-        jsonschema.Draft202012Validator(schema).validate(found["spec"])
-        assert set(found) == {"apiVersion", "kind", "metadata", "spec"}
-        assert found["apiVersion"] == "ray.io/v1"
-
-    def test_all_workers_fit_on_its_pods_and_none_on_the_head(self, name: str) -> None:
-        head, *workers = machines_of(name)
-        placements = place(config_of(name), [head, *workers])
-        used = {bundle.node_id for placement in placements for bundle in placement.bundles}
-        assert used == {worker.node_id for worker in workers}
-
-    def test_a_worker_has_the_cpus_that_ray_thinks_it_has(self, name: str) -> None:
-        for group in manifests.cluster_spec(CLUSTERS[name])["workerGroupSpecs"]:
-            resources = manifests.container(group)["resources"]
-            if "nvidia.com/gpu" in resources["limits"]:
-                assert resources["requests"]["cpu"] == group["rayStartParams"]["num-cpus"]
-            assert resources["requests"] | resources["limits"] == resources["requests"], "requests are the limits"
-
-    def test_the_service_reaches_its_router(self, name: str) -> None:
-        (service,) = manifests.of_kind("Service").values()
-        head = manifests.cluster_spec(CLUSTERS[name])["headGroupSpec"]
-        ports = {port["name"]: port["containerPort"] for port in manifests.container(head)["ports"]}
-        (port,) = service["spec"]["ports"]
-        router = config_of(name).router
-        assert (router.host, router.port) == ("0.0.0.0", ports[port["targetPort"]])
-        assert service["spec"]["selector"].items() <= head["template"]["metadata"]["labels"].items()
-
-    def test_the_policy_shields_every_pod_and_names_ports_that_the_head_has(self, name: str) -> None:
-        (policy,) = manifests.of_kind("NetworkPolicy").values()
-        spec = manifests.cluster_spec(CLUSTERS[name])
-        shielded = policy["spec"]["podSelector"]["matchLabels"].items()
-        for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-            assert shielded <= group["template"]["metadata"]["labels"].items()
-        named = {port["name"] for port in manifests.container(spec["headGroupSpec"])["ports"]}
-        opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])}
-        assert opened <= named
-
-    def test_labels_reserved_by_kuberay_are_not_set(self, name: str) -> None:
-        spec = manifests.cluster_spec(CLUSTERS[name])
-        for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-            labels = group["template"]["metadata"]["labels"]
-            assert not labels.keys() & {"app.kubernetes.io/name", "app.kubernetes.io/created-by"}
-            assert not any(label.startswith("ray.io/") for label in labels)
-
-    def test_ray_is_the_one_that_the_image_has(self, name: str) -> None:
-        (pinned,) = re.findall(
-            r"^ray==(.+)$", (readme.ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
-        )
-        assert manifests.cluster_spec(CLUSTERS[name])["rayVersion"] == pinned
-
-    def test_memory_that_gpus_read_may_be_locked(self, name: str) -> None:
-        uses_cards = config_of(name).transfer.protocol is TransferProtocol.RDMA
-        for group in manifests.cluster_spec(CLUSTERS[name])["workerGroupSpecs"]:
-            added = manifests.container(group).get("securityContext", {}).get("capabilities", {}).get("add", [])
-            assert ("IPC_LOCK" in added) == uses_cards
+def test_there_is_an_overlay_for_each_kind_of_topology() -> None:
+    assert manifests.OVERLAYS == ["h200-1x8", "h200-2x8-ring", "local-cpu"]
 
 
-@pytest.mark.parametrize("name", manifests.of_kind("RayJob"))
-class TestJobs:
-    def test_it_may_drain_for_as_long_as_any_job(self, name: str) -> None:
+@pytest.mark.kubectl
+@pytest.mark.parametrize(
+    "folder", [*manifests.FOLDER.glob("overlays/*"), manifests.MONITORING], ids=lambda path: path.name
+)
+def test_kubectl_renders_the_same(folder: Path) -> None:
+    options = [] if folder == manifests.MONITORING else ["--load-restrictor", "LoadRestrictionsNone"]
+    text = subprocess.check_output(["kubectl", "kustomize", *options, folder], text=True)
+    rendered, objects = list(yaml.safe_load_all(text)), manifests.render(folder)
+    assert sorted(rendered, key=_kind) == sorted(objects, key=_kind)
+
+
+@pytest.mark.kubectl
+def test_overlays_of_the_page_change_what_they_say(tmp_path: Path) -> None:
+    base = os.path.relpath(manifests.FOLDER, tmp_path)
+    own, following = (
+        block.replace("../baton/deploy/kuberay", base) for block in readme.blocks("yaml", "docs/kubernetes.md")
+    )
+    (tmp_path / "cluster.yaml").write_text("name: own\n", encoding="utf-8")
+    objects = _rendered(tmp_path, own)
+    assert the("ConfigMap", objects)["data"] == {"cluster.yaml": "name: own\n"}
+    assert {container(group)["image"] for group in groups(objects)} == {"ghcr.io/you/baton:1"}
+    objects, before = _rendered(tmp_path, following), manifests.overlay("h200-1x8")
+    assert the("RayJob", objects)["metadata"]["name"] == "baton-next"
+    the("RayJob", objects)["metadata"]["name"] = "baton"
+    assert sorted(objects, key=_kind) == sorted(before, key=_kind)
+
+
+def _rendered(folder: Path, text: str) -> list[Object]:
+    (folder / "kustomization.yaml").write_text(text, encoding="utf-8")
+    command = ["kubectl", "kustomize", "--load-restrictor", "LoadRestrictionsNone", str(folder)]
+    return list(yaml.safe_load_all(subprocess.check_output(command, text=True)))
+
+
+def _kind(found: Object) -> str:
+    return str(found["kind"])
+
+
+class TestJob:
+    def test_kuberay_knows_every_field(self, objects: list[Object]) -> None:
+        job = the("RayJob", objects)
+        jsonschema.Draft202012Validator(strict(SCHEMA["properties"]["spec"])).validate(job["spec"])
+        assert set(job) == {"apiVersion", "kind", "metadata", "spec"}
+        assert job["apiVersion"] == "ray.io/v1"
+
+    def test_it_starts_the_topology_that_the_overlay_is_named_after(self, name: str, config: DeployConfig) -> None:
+        assert config.name == name
+
+    def test_it_may_drain_for_as_long_as_any_job(self, objects: list[Object]) -> None:
         environment = yaml.safe_load((readme.ROOT / "deploy" / "job.yaml").read_text(encoding="utf-8"))
-        assert yaml.safe_load(CLUSTERS[name]["spec"]["runtimeEnvYAML"])["env_vars"] == environment["env_vars"]
+        assert yaml.safe_load(the("RayJob", objects)["spec"]["runtimeEnvYAML"])["env_vars"] == environment["env_vars"]
 
-    def test_its_head_supports_injected_sidecars(self, name: str) -> None:
+    def test_its_head_supports_injected_sidecars(self, objects: list[Object]) -> None:
         """KubeRay refuses other restart policies and submitter templates in this mode."""
-        spec = CLUSTERS[name]["spec"]
+        spec = the("RayJob", objects)["spec"]
         assert spec["submissionMode"] == "SidecarMode"
         assert not spec.keys() & {"submitterPodTemplate", "submitterConfig", "clusterSelector"}
         assert "restartPolicy" not in spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
 
-    def test_when_it_ends_its_pods_end(self, name: str) -> None:
-        assert CLUSTERS[name]["spec"]["shutdownAfterJobFinishes"] is True
+    def test_when_it_ends_its_pods_end(self, objects: list[Object]) -> None:
+        assert the("RayJob", objects)["spec"]["shutdownAfterJobFinishes"] is True
+
+    def test_its_deadline_leaves_the_workers_the_time_that_the_deploy_file_allows(
+        self, objects: list[Object], config: DeployConfig
+    ) -> None:
+        """KubeRay counts a job as running once the head is ready, which is when Baton serves."""
+        assert the("RayJob", objects)["spec"]["preRunningDeadlineSeconds"] >= 2 * config.resources.start_timeout_s
+
+    def test_ray_is_the_one_that_the_image_has(self, objects: list[Object]) -> None:
+        (pinned,) = re.findall(
+            r"^ray==(.+)$", (readme.ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
+        )
+        assert the("RayJob", objects)["spec"]["rayClusterSpec"]["rayVersion"] == pinned
 
 
-def test_prometheus_scrapes_the_router() -> None:
-    (monitor,) = manifests.of_kind("PodMonitor").values()
-    (service,) = manifests.of_kind("Service").values()
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert monitor["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
-    assert (endpoint["port"], endpoint["path"]) == (service["spec"]["ports"][0]["targetPort"], "/metrics")
+class TestPods:
+    def test_all_workers_fit_on_them_and_none_on_the_head(self, objects: list[Object], config: DeployConfig) -> None:
+        head, *workers = [
+            Machine(
+                node_id=f"{number}",
+                address=f"10.0.0.{number}",
+                cpus=float(group["rayStartParams"]["num-cpus"]),
+                gpus=float(container(group)["resources"]["limits"].get("nvidia.com/gpu", 0)),
+            )
+            for number, group in enumerate(pods_of(objects))
+        ]
+        used = {bundle.node_id for placement in place(config, [head, *workers]) for bundle in placement.bundles}
+        assert used == {worker.node_id for worker in workers}
+
+    def test_a_worker_has_the_cpus_that_ray_thinks_it_has(self, objects: list[Object]) -> None:
+        for group in groups(objects)[1:]:
+            resources = container(group)["resources"]
+            if "nvidia.com/gpu" in resources["limits"]:
+                assert resources["requests"]["cpu"] == group["rayStartParams"]["num-cpus"]
+            assert resources["requests"] | resources["limits"] == resources["requests"], "requests are the limits"
+
+    def test_their_number_is_fixed(self, objects: list[Object]) -> None:
+        for group in groups(objects)[1:]:
+            assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
+
+    def test_labels_reserved_by_kuberay_are_not_set(self, objects: list[Object]) -> None:
+        for group in groups(objects):
+            labels = group["template"]["metadata"]["labels"]
+            assert not labels.keys() & {"app.kubernetes.io/name", "app.kubernetes.io/created-by"}
+            assert not any(label.startswith("ray.io/") for label in labels)
+
+    def test_memory_that_gpus_read_may_be_locked(self, objects: list[Object], config: DeployConfig) -> None:
+        uses_cards = config.transfer.protocol is TransferProtocol.RDMA
+        for group in groups(objects)[1:]:
+            added = container(group).get("securityContext", {}).get("capabilities", {}).get("add", [])
+            assert ("IPC_LOCK" in added) == uses_cards
+
+    def test_the_head_is_ready_when_the_router_is(self, objects: list[Object], config: DeployConfig) -> None:
+        probe = container(groups(objects)[0])["readinessProbe"]["httpGet"]
+        assert _ports(objects)[probe["port"]] == config.router.port
+        router = RouterServer.__module__.partition(".")[0]
+        source = (readme.ROOT / router / "api" / "status.py").read_text(encoding="utf-8")
+        assert f'@router.get("{probe["path"]}")\n    async def ready()' in source
+
+    def test_no_probe_of_ours_ends_a_pod(self, objects: list[Object]) -> None:
+        """KubeRay's own probe of liveness checks Ray, which does not wait for a model."""
+        for group in groups(objects):
+            assert not container(group).keys() & {"livenessProbe", "startupProbe"}
+        for group in groups(objects)[1:]:
+            assert "readinessProbe" not in container(group), "the head would wait for workers that wait for the head"
+
+    def test_volumes_that_they_mount_exist(self, objects: list[Object]) -> None:
+        found = {(each["kind"], each["metadata"]["name"]) for each in objects}
+        for group in groups(objects):
+            volumes = {volume["name"]: volume for volume in group["template"]["spec"].get("volumes", [])}
+            assert {mount["name"] for mount in container(group)["volumeMounts"]} == volumes.keys()
+            for volume in volumes.values():
+                config_map, claim = volume.get("configMap"), volume.get("persistentVolumeClaim")
+                source = (
+                    ("ConfigMap", config_map["name"]) if config_map else ("PersistentVolumeClaim", claim["claimName"])
+                )
+                assert source in found
+
+    def test_workers_download_to_the_claim_that_all_of_them_can_mount(self, objects: list[Object]) -> None:
+        head, *workers = pods_of(objects)
+        (mode,) = the("PersistentVolumeClaim", objects)["spec"]["accessModes"]
+        assert mode == "ReadWriteMany" or len(workers) == 1
+        image = (manifests.FOLDER / "Dockerfile").read_text(encoding="utf-8")
+        (user, folder) = (*re.findall(r"--uid (\d+) baton", image), *re.findall(r"HF_HOME=(\S+)", image))
+        for group in workers:
+            (mount,) = container(group)["volumeMounts"]
+            assert mount["mountPath"] == folder
+            assert group["template"]["spec"]["securityContext"]["fsGroup"] == int(user)
+        assert folder not in {mount["mountPath"] for mount in container(head)["volumeMounts"]}
+
+    def test_secrets_are_given_where_they_are_read_and_nowhere_else(self, objects: list[Object]) -> None:
+        head, *workers = groups(objects)
+        keys = {env.API_KEYS.name: "api-keys", env.ADMIN_KEY.name: "admin-key"}
+        assert _secrets(head) == {**keys, "HF_TOKEN": "hf-token"}
+        assert all(_secrets(group) == {"HF_TOKEN": "hf-token"} for group in workers)
+
+    def test_a_pod_without_keys_does_not_start(self, objects: list[Object]) -> None:
+        """An endpoint must not be open because somebody forgot the secret. Only the token for the hub is optional."""
+        for group in groups(objects):
+            for variable in container(group)["env"]:
+                reference = variable["valueFrom"]["secretKeyRef"]
+                assert reference.get("optional", False) == (reference["key"] == "hf-token")
+
+
+def _ports(objects: list[Object]) -> dict[str, int]:
+    """Return the head's ports by name."""
+    return {port["name"]: port["containerPort"] for port in container(groups(objects)[0])["ports"]}
+
+
+def _secrets(group: Object) -> dict[str, str]:
+    """Return the keys of the secret by environment variable."""
+    found = {}
+    for variable in container(group)["env"]:
+        reference = variable["valueFrom"]["secretKeyRef"]
+        assert reference["name"] == "baton"
+        found[variable["name"]] = reference["key"]
+    return found
+
+
+class TestOthers:
+    def test_the_service_reaches_the_router(self, objects: list[Object], config: DeployConfig) -> None:
+        service = the("Service", objects)["spec"]
+        (port,) = service["ports"]
+        assert (config.router.host, config.router.port) == ("0.0.0.0", _ports(objects)[port["targetPort"]])
+        reached = [service["selector"].items() <= _labels(group).items() for group in groups(objects)]
+        assert reached == [True] + [False] * (len(reached) - 1), "only the head has a router"
+
+    def test_the_policy_shields_every_pod_and_names_ports_that_the_head_has(self, objects: list[Object]) -> None:
+        policy = the("NetworkPolicy", objects)["spec"]
+        assert all(policy["podSelector"]["matchLabels"].items() <= _labels(group).items() for group in groups(objects))
+        opened = {port["port"] for rule in policy["ingress"] for port in rule.get("ports", [])}
+        assert opened <= _ports(objects).keys()
+
+    def test_no_pod_may_be_evicted_while_the_cluster_serves(self, objects: list[Object]) -> None:
+        """Kubernetes counts no unavailable pods, nor a share of them, if the pods' owner has no scale."""
+        budget = the("PodDisruptionBudget", objects)["spec"]
+        assert all(budget["selector"]["matchLabels"].items() <= _labels(group).items() for group in groups(objects))
+        assert budget["minAvailable"] == len(pods_of(objects))
+        assert "maxUnavailable" not in budget
+
+
+def test_prometheus_scrapes_the_router_and_grafana_finds_the_dashboard() -> None:
+    monitoring, objects = manifests.render(manifests.MONITORING), manifests.overlay("local-cpu")
+    monitor, service = the("PodMonitor", monitoring)["spec"], the("Service", objects)["spec"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert monitor["selector"]["matchLabels"] == service["selector"]
+    assert (endpoint["port"], endpoint["path"]) == (service["ports"][0]["targetPort"], "/metrics")
+    dashboard = the("ConfigMap", monitoring)
+    assert dashboard["metadata"]["labels"] == {"grafana_dashboard": "1"}
+    assert json.loads(dashboard["data"]["baton.json"])["uid"] == "baton"
+    assert the("PrometheusRule", monitoring)["metadata"]["name"] == "baton"
+
+
+def _labels(group: Object) -> dict[str, str]:
+    found: dict[str, str] = group["template"]["metadata"]["labels"]
+    return found
 
 
 def test_the_image_has_the_torch_that_make_installs() -> None:
