@@ -42,11 +42,11 @@ def place(
     return _assign(config, room, sizes)
 
 
-def demand_of(config: DeployConfig) -> Demand:
-    """Return the bundles that all replicas of the configuration need."""
+def demand_of(config: DeployConfig, only: Sequence[ReplicaId] | None = None) -> Demand:
+    """Return the bundles that replicas need; by default, all replicas of the configuration."""
     cpus, gpus = _resources(config)
     return Demand(
-        num_bundles=sum(_size(config, replica) for replica in _replicas(config)),
+        num_bundles=sum(_size(config, replica) for replica in (_replicas(config) if only is None else only)),
         cpus=cpus,
         gpus=gpus,
         on_one_machine=config.transfer.backend is TransferBackendName.SHARED_MEMORY,

@@ -1,17 +1,25 @@
 """The Kubernetes manifests of deploy/ as data, rendered like `kubectl kustomize` does."""
 
+import shlex
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from cluster.actors import Machine
+from cluster.spec.config import DeployConfig
+from cluster.spec.loader import load_config
 from tests import readme
 
 Object = dict[str, Any]
 FOLDER = readme.ROOT / "deploy" / "kuberay"
 OVERLAYS = sorted(path.parent.name for path in FOLDER.glob("overlays/*/kustomization.yaml"))
 MONITORING = readme.ROOT / "deploy" / "grafana"
+SCALED = "h200-2x8-ring-keda"
+"""Overlay whose number of replicas follows the load."""
+DEPLOY_FOLDER = "/etc/baton/"
+"""Folder of the deploy file in the head's pod."""
 FOLDERS = [*(FOLDER / "overlays" / name for name in OVERLAYS), MONITORING]
 """Folders that an operator applies."""
 _BOILERPLATE = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
@@ -56,6 +64,34 @@ def container(group: Object) -> Object:
     """Return the only container in a group's pods."""
     (only,) = group["template"]["spec"]["containers"]
     return dict(only)
+
+
+def config_of(objects: list[Object]) -> DeployConfig:
+    """Return the configuration that the job starts."""
+    program, command, file, *options = shlex.split(the("RayJob", objects)["spec"]["entrypoint"])
+    assert (program, command, options[::2]) == ("baton", "up", ["--set"] * (len(options) // 2))
+    text = the("ConfigMap", objects)["data"][file.removeprefix(DEPLOY_FOLDER)]
+    (path,) = (path for path in (readme.ROOT / "deploy").glob("*.yaml") if path.read_text(encoding="utf-8") == text)
+    return load_config(path, dict(option.split("=", 1) for option in options[1::2]))
+
+
+def pods_of(objects: list[Object]) -> list[Object]:
+    """Return the group of every pod, the head first."""
+    head, *workers = groups(objects)
+    return [head, *(group for group in workers for _ in range(group["replicas"]))]
+
+
+def machines_of(pods: list[Object]) -> list[Machine]:
+    """Return pods as Ray would report them."""
+    return [
+        Machine(
+            node_id=f"{number}",
+            address=f"10.0.0.{number}",
+            cpus=float(group["rayStartParams"]["num-cpus"]),
+            gpus=float(container(group)["resources"]["limits"].get("nvidia.com/gpu", 0)),
+        )
+        for number, group in enumerate(pods)
+    ]
 
 
 def _resource(path: Path) -> list[Object]:

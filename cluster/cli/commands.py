@@ -203,13 +203,18 @@ def scale(
     ],
     cluster: Cluster = None,
     grace_s: Grace = None,
+    wait_s: Annotated[
+        float,
+        typer.Option("--wait", min=0, help="Maximum wait for machines to join if new replicas need more, in seconds."),
+    ] = 0.0,
 ) -> None:
     """Start more replicas, or drain and stop those with the highest numbers."""
     given = [_number(text) for text in numbers]
     wanted = dict(given)
     if len(wanted) < len(given):
         raise UserError(f"scale: got {' '.join(numbers)}; allowed: each role once")
-    _give(cluster, ScaleCommand(prefill=wanted.get("prefill"), decode=wanted.get("decode"), grace_s=grace_s))
+    command = ScaleCommand(prefill=wanted.get("prefill"), decode=wanted.get("decode"), grace_s=grace_s, wait_s=wait_s)
+    _give(cluster, command)
 
 
 def _number(text: str) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from cluster.actors import Machine
 from cluster.launch.gang import Gang
 from cluster.launch.services import BOOTSTRAP, BootstrapProcess, RouterProcess
 from cluster.launch.tools import Tools
-from cluster.launch.waits import LAST_WORDS_S, Deadline, labelled
+from cluster.launch.waits import LAST_WORDS_S, Deadline, Room, await_room, labelled
 from cluster.placement import ReplicaPlacement, place
 from cluster.spec.config import DeployConfig, TransferBackendName
 from cluster.spec.errors import BatonError, PeerLostError
@@ -150,15 +150,19 @@ class Launcher:
         with closing(self._tools.connect(self.rendezvous.result())) as table:
             table.unregister(replica, incarnation, reaped=proven)
 
-    def place(self, names: Sequence[str]) -> None:
-        """Place new replicas.
+    def place(self, names: Sequence[str], wait_s: float = 0.0) -> None:
+        """Place new replicas, after a wait for machines that join if these can be used.
 
         Raises:
             ConfigError: the replicas do not fit on the machines.
         """
+        replicas = [ReplicaId(name) for name in names]
+        if wait_s and not self._is_alone and self._config.transfer.backend is not TransferBackendName.SHARED_MEMORY:
+            room = Room(config=self._config, machines=self._usable_machines, only=replicas)
+            await_room(self._tools.system, room, wait_s, partial(self._tools.progress, "scale"), lambda: None)
         machines = self._usable_machines()
         self._hosts |= {m.node_id: m.address for m in machines if m.node_id not in self._hosts}
-        placements = place(self._config, machines, [ReplicaId(name) for name in names])
+        placements = place(self._config, machines, replicas)
         self._placements |= {placement.replica: placement for placement in placements}
 
     def drain_replica(self, name: str, grace_s: float | None) -> bool:

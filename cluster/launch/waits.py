@@ -1,11 +1,12 @@
 """Waits for calls in several processes, for machines to join, and for replicas to drain."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cluster.actors import ActorSystem
+from cluster.actors import ActorSystem, Demand, Machine
 from cluster.bootstrap.client import follow_table
 from cluster.launch.tools import Table
 from cluster.placement import demand_of, place
@@ -93,33 +94,53 @@ def labelled(who: str, error: BaseException) -> BatonError:
     return named
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Capacity for replicas on machines."""
+
+    config: DeployConfig
+    machines: Callable[[], Sequence[Machine]]
+    """Function that returns the machines that can be used now."""
+    only: Sequence[ReplicaId] | None = None
+    """The replicas; None means all of the configuration."""
+
+    def check(self) -> None:
+        """Raise ConfigError if the replicas do not fit."""
+        place(self.config, self.machines(), self.only)
+
+    @property
+    def demand(self) -> Demand:
+        return demand_of(self.config, self.only)
+
+
 def await_room(
-    system: ActorSystem, config: DeployConfig, say: Callable[[str], None], check: Callable[[], None]
+    system: ActorSystem, room: Room, timeout_s: float, say: Callable[[str], None], check: Callable[[], None]
 ) -> None:
-    """Wait until the replicas fit on the cluster's machines, for at most ``resources.start_timeout_s``.
+    """Wait until replicas fit, and let the autoscaler know what they need.
 
     Args:
         system: the cluster to place the replicas on.
-        config: the replicas to place.
+        room: the capacity to wait for.
+        timeout_s: maximum wait in seconds.
         say: called once with the missing resources, unless the replicas fit at once.
         check: called every second; an exception ends the wait.
 
     Raises:
         ConfigError: the replicas still do not fit after the timeout.
     """
-    deadline = Deadline(config.resources.start_timeout_s)
+    deadline = Deadline(timeout_s)
     try:
-        place(config, system.machines())
+        room.check()
         return
     except ConfigError as error:
-        say(f"waiting at most {config.resources.start_timeout_s:g} s for machines: {error}")
-    with system.wanting(f"{config.name}-room", demand_of(config)) as is_there:
+        say(f"waiting at most {timeout_s:g} s for machines: {error}")
+    with system.wanting(f"{room.config.name}-room", room.demand) as is_there:
         while deadline.left_s() and not is_there(min(POLL_S, deadline.left_s())):
             check()
     while True:  # the resources held for the demand take a moment to become free
         check()
         try:
-            place(config, system.machines())
+            room.check()
             return
         except ConfigError:
             if not deadline.left_s():

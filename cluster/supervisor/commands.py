@@ -40,6 +40,8 @@ class ScaleCommand(_Command, frozen=True):
     """Number of prefill replicas; None leaves it unchanged."""
     decode: int | None = None
     grace_s: float | None = None
+    wait_s: float = 0.0
+    """Maximum wait for machines that new replicas need, in seconds. Ray's autoscaler sees what is missing."""
 
 
 class StatusCommand(_Command, frozen=True):

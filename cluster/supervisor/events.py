@@ -235,6 +235,8 @@ class Place:
     """Place new replicas; answer with Placed."""
 
     names: Sequence[str]
+    wait_s: float = 0.0
+    """Maximum wait for missing machines, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,8 @@ class Supervisor:
                 self._mark_ended(ReplicaId(name), incarnation, proven, launcher)
             case events.Announce():
                 self._announce()
-            case events.Place(names):
-                launcher.place(names)
+            case events.Place(names, wait_s):
+                launcher.place(names, wait_s)
                 return events.Placed(None)
             case events.DrainReplica(name, incarnation, grace_s):
                 return events.ReplicaDrained(name, incarnation, launcher.drain_replica(name, grace_s))

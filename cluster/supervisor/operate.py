@@ -43,7 +43,7 @@ def on_command(cluster: Cluster, event: events.CommandReceived, now: Now) -> Ste
         case ScaleCommand():
             missing, _ = _difference(cluster, event.command)
             if missing:
-                return _with_command(opened, is_waiting=True), [events.Place(missing)]
+                return _with_command(opened, is_waiting=True), [events.Place(missing, event.command.wait_s)]
             return _rescale(opened, event.command, now)
 
 

@@ -1,30 +1,22 @@
 """The manifests in deploy/kuberay: what KubeRay and Kubernetes allow, and what their deploy files need."""
 
 import json
-import os
 import re
-import shlex
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
-from cluster.actors import Machine
 from cluster.placement import place
 from cluster.spec import env
 from cluster.spec.config import DeployConfig, TransferProtocol
-from cluster.spec.loader import load_config
 from router.server import RouterServer
 from tests import manifests, readme
-from tests.manifests import Object, container, groups, the
+from tests.manifests import Object, config_of, container, groups, machines_of, pods_of, the
 
 SCHEMA = json.loads((readme.ROOT / "tests" / "data" / "kuberay" / "rayjob.schema.json").read_text(encoding="utf-8"))
 """Schema of RayJob from KubeRay's CustomResourceDefinition (Apache-2.0), which includes the spec of a RayCluster."""
-DEPLOY_FOLDER = "/etc/baton/"
-"""Folder of the deploy file in the head's pod."""
 
 
 @pytest.fixture(params=manifests.OVERLAYS)
@@ -39,18 +31,7 @@ def objects(name: str) -> list[Object]:
 
 @pytest.fixture
 def config(objects: list[Object]) -> DeployConfig:
-    """Return the configuration that the job starts."""
-    program, command, file, *options = shlex.split(the("RayJob", objects)["spec"]["entrypoint"])
-    assert (program, command, options[::2]) == ("baton", "up", ["--set"] * (len(options) // 2))
-    text = the("ConfigMap", objects)["data"][file.removeprefix(DEPLOY_FOLDER)]
-    (path,) = (path for path in (readme.ROOT / "deploy").glob("*.yaml") if path.read_text(encoding="utf-8") == text)
-    return load_config(path, dict(option.split("=", 1) for option in options[1::2]))
-
-
-def pods_of(objects: list[Object]) -> list[Object]:
-    """Return the group of every pod, the head first."""
-    head, *workers = groups(objects)
-    return [head, *(group for group in workers for _ in range(group["replicas"]))]
+    return config_of(objects)
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
@@ -67,47 +48,6 @@ def test_a_field_that_kuberay_does_not_know_is_found() -> None:
         jsonschema.Draft202012Validator(schema).validate({"shutdownAfterFinish": True})
 
 
-def test_there_is_an_overlay_for_each_kind_of_topology() -> None:
-    assert manifests.OVERLAYS == ["h200-1x8", "h200-2x8-ring", "local-cpu"]
-
-
-@pytest.mark.kubectl
-@pytest.mark.parametrize(
-    "folder", [*manifests.FOLDER.glob("overlays/*"), manifests.MONITORING], ids=lambda path: path.name
-)
-def test_kubectl_renders_the_same(folder: Path) -> None:
-    options = [] if folder == manifests.MONITORING else ["--load-restrictor", "LoadRestrictionsNone"]
-    text = subprocess.check_output(["kubectl", "kustomize", *options, folder], text=True)
-    rendered, objects = list(yaml.safe_load_all(text)), manifests.render(folder)
-    assert sorted(rendered, key=_kind) == sorted(objects, key=_kind)
-
-
-@pytest.mark.kubectl
-def test_overlays_of_the_page_change_what_they_say(tmp_path: Path) -> None:
-    base = os.path.relpath(manifests.FOLDER, tmp_path)
-    own, following = (
-        block.replace("../baton/deploy/kuberay", base) for block in readme.blocks("yaml", "docs/kubernetes.md")
-    )
-    (tmp_path / "cluster.yaml").write_text("name: own\n", encoding="utf-8")
-    objects = _rendered(tmp_path, own)
-    assert the("ConfigMap", objects)["data"] == {"cluster.yaml": "name: own\n"}
-    assert {container(group)["image"] for group in groups(objects)} == {"ghcr.io/you/baton:1"}
-    objects, before = _rendered(tmp_path, following), manifests.overlay("h200-1x8")
-    assert the("RayJob", objects)["metadata"]["name"] == "baton-next"
-    the("RayJob", objects)["metadata"]["name"] = "baton"
-    assert sorted(objects, key=_kind) == sorted(before, key=_kind)
-
-
-def _rendered(folder: Path, text: str) -> list[Object]:
-    (folder / "kustomization.yaml").write_text(text, encoding="utf-8")
-    command = ["kubectl", "kustomize", "--load-restrictor", "LoadRestrictionsNone", str(folder)]
-    return list(yaml.safe_load_all(subprocess.check_output(command, text=True)))
-
-
-def _kind(found: Object) -> str:
-    return str(found["kind"])
-
-
 class TestJob:
     def test_kuberay_knows_every_field(self, objects: list[Object]) -> None:
         job = the("RayJob", objects)
@@ -116,7 +56,7 @@ class TestJob:
         assert job["apiVersion"] == "ray.io/v1"
 
     def test_it_starts_the_topology_that_the_overlay_is_named_after(self, name: str, config: DeployConfig) -> None:
-        assert config.name == name
+        assert config.name == name.removesuffix("-keda")
 
     def test_it_may_drain_for_as_long_as_any_job(self, objects: list[Object]) -> None:
         environment = yaml.safe_load((readme.ROOT / "deploy" / "job.yaml").read_text(encoding="utf-8"))
@@ -147,15 +87,7 @@ class TestJob:
 
 class TestPods:
     def test_all_workers_fit_on_them_and_none_on_the_head(self, objects: list[Object], config: DeployConfig) -> None:
-        head, *workers = [
-            Machine(
-                node_id=f"{number}",
-                address=f"10.0.0.{number}",
-                cpus=float(group["rayStartParams"]["num-cpus"]),
-                gpus=float(container(group)["resources"]["limits"].get("nvidia.com/gpu", 0)),
-            )
-            for number, group in enumerate(pods_of(objects))
-        ]
+        head, *workers = machines_of(pods_of(objects))
         used = {bundle.node_id for placement in place(config, [head, *workers]) for bundle in placement.bundles}
         assert used == {worker.node_id for worker in workers}
 
@@ -166,9 +98,11 @@ class TestPods:
                 assert resources["requests"]["cpu"] == group["rayStartParams"]["num-cpus"]
             assert resources["requests"] | resources["limits"] == resources["requests"], "requests are the limits"
 
-    def test_their_number_is_fixed(self, objects: list[Object]) -> None:
+    def test_their_number_is_fixed_without_an_autoscaler(self, objects: list[Object]) -> None:
+        has_autoscaler = the("RayJob", objects)["spec"]["rayClusterSpec"].get("enableInTreeAutoscaling", False)
         for group in groups(objects)[1:]:
-            assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
+            assert group["minReplicas"] == group["replicas"]
+            assert (group["replicas"] < group["maxReplicas"]) == has_autoscaler
 
     def test_labels_reserved_by_kuberay_are_not_set(self, objects: list[Object]) -> None:
         for group in groups(objects):
@@ -269,18 +203,6 @@ class TestOthers:
         assert all(budget["selector"]["matchLabels"].items() <= _labels(group).items() for group in groups(objects))
         assert budget["minAvailable"] == len(pods_of(objects))
         assert "maxUnavailable" not in budget
-
-
-def test_prometheus_scrapes_the_router_and_grafana_finds_the_dashboard() -> None:
-    monitoring, objects = manifests.render(manifests.MONITORING), manifests.overlay("local-cpu")
-    monitor, service = the("PodMonitor", monitoring)["spec"], the("Service", objects)["spec"]
-    (endpoint,) = monitor["podMetricsEndpoints"]
-    assert monitor["selector"]["matchLabels"] == service["selector"]
-    assert (endpoint["port"], endpoint["path"]) == (service["ports"][0]["targetPort"], "/metrics")
-    dashboard = the("ConfigMap", monitoring)
-    assert dashboard["metadata"]["labels"] == {"grafana_dashboard": "1"}
-    assert json.loads(dashboard["data"]["baton.json"])["uid"] == "baton"
-    assert the("PrometheusRule", monitoring)["metadata"]["name"] == "baton"
 
 
 def _labels(group: Object) -> dict[str, str]:

@@ -184,8 +184,8 @@ def test_a_rolling_restart_does_not_take_the_last_one_when_the_other_was_lost_on
 
 def test_more_replicas_are_placed_then_started() -> None:
     run = Run().serve()
-    actions = carry_out(run, ScaleCommand(prefill=3, decode=2))
-    assert actions[0] == Place(["prefill-1", "prefill-2", "decode-1"])
+    actions = carry_out(run, ScaleCommand(prefill=3, decode=2, wait_s=7.0))
+    assert actions[0] == Place(["prefill-1", "prefill-2", "decode-1"], wait_s=7.0)
     assert begun(actions) == ["Start prefill-1", "Start prefill-2", "Start decode-1"]
     assert answers(actions) == [(Outcome.DONE, "prefill: 3, decode: 2")]
 

@@ -192,6 +192,34 @@ def test_a_replica_of_a_lost_machine_is_placed_on_another() -> None:
     assert {bundle.node_id for bundle in world.system.reserved[0].bundles} == second, "it stays where it is"
 
 
+def test_more_replicas_wait_for_a_machine_that_the_autoscaler_adds() -> None:
+    home, first, second = (
+        Machine(node_id=name, address=name, cpus=cpus, gpus=0) for name, cpus in (("1", 0), ("2", 4), ("3", 4))
+    )
+    world = World(FakeSystem([home, first]))
+    config = CONFIG.model_copy(update={"transfer": TransferConfig(backend=TransferBackendName.MOONCAKE)})
+    launcher = Launcher(world.tools(), config, "model", "token", lambda *_: None)
+    world.system.joining = [second]
+    names = [f"decode-{index}" for index in range(2, 7)]
+    with pytest.raises(ConfigError, match="capacity for 4 workers"):
+        launcher.place(names)
+    assert world.system.log == [], "nobody asked for machines"
+    launcher.place(names, wait_s=60.0)
+    assert world.system.log == ["want 5 bundles", "want nothing"]
+    assert world.stages[-1][0] == "scale"
+    assert "waiting at most 60 s for machines" in world.stages[-1][1]
+    assert set(names) <= set(launcher.names)
+
+
+def test_replicas_that_share_memory_wait_for_no_other_machine() -> None:
+    world = World(FakeSystem([replace(HOME, cpus=4)]))
+    launcher = make_launcher(world)
+    world.system.joining = [replace(HOME, node_id="other", cpus=64)]
+    with pytest.raises(ConfigError):
+        launcher.place(["decode-2", "decode-3", "decode-4", "decode-5", "decode-6"], wait_s=60.0)
+    assert world.system.log == []
+
+
 def test_without_another_machine_the_lost_one_is_reported_and_awaited() -> None:
     away = Machine(node_id="2", address="10.0.0.2", cpus=64, gpus=0)
     world = World(FakeSystem([replace(HOME, cpus=0), away]))

@@ -1,20 +1,20 @@
 """Waits of the launcher: for free machines, and for replicas that drain."""
 
+from collections.abc import Callable
+
 import pytest
 from msgspec.structs import replace
 
 from cluster.actors import Machine
-from cluster.launch.waits import QUIET_HEARTBEATS, Deadline, DrainWatch, await_room, send_until
-from cluster.spec.config import DeployConfig, ResourcesConfig, TransferBackendName, TransferConfig
+from cluster.launch.waits import QUIET_HEARTBEATS, Deadline, DrainWatch, Room, await_room, send_until
+from cluster.spec.config import DeployConfig, TransferBackendName, TransferConfig
 from cluster.spec.errors import ConfigError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
 from tests.fakes.rank_records import tier_state
 from tests.fakes.ray import FakeSystem, FakeTable, World
 
-CONFIG = DeployConfig(
-    transfer=TransferConfig(backend=TransferBackendName.MOONCAKE), resources=ResourcesConfig(start_timeout_s=60.0)
-)
+CONFIG = DeployConfig(transfer=TransferConfig(backend=TransferBackendName.MOONCAKE))
 """One worker of each role."""
 
 
@@ -22,10 +22,16 @@ def machine(name: str, cpus: float) -> Machine:
     return Machine(node_id=name, address=name, cpus=cpus, gpus=0)
 
 
+def wait_for_room(
+    system: FakeSystem, say: Callable[[str], None], check: Callable[[], None], timeout_s: float = 60.0
+) -> None:
+    await_room(system, Room(config=CONFIG, machines=system.machines), timeout_s, say, check)
+
+
 def test_nothing_is_printed_if_resources_suffice() -> None:
     said: list[str] = []
     system = FakeSystem([machine("head", 2)])
-    await_room(system, CONFIG, said.append, lambda: None)
+    wait_for_room(system, said.append, lambda: None)
     assert said == []
     assert system.log == []
 
@@ -34,18 +40,28 @@ def test_missing_machines_are_requested_and_awaited() -> None:
     said: list[str] = []
     system = FakeSystem([machine("head", 0)])
     system.joining = [machine("first", 1), machine("second", 1)]
-    await_room(system, CONFIG, said.append, lambda: None)
+    wait_for_room(system, said.append, lambda: None)
     [line] = said
     assert line.startswith("waiting at most 60 s for machines: ")
     assert "wanted: 2 workers with 1 CPUs each; capacity for 0 workers; free: head 0 CPUs" in line
     assert system.log == ["want 2 bundles", "want nothing"]
 
 
+def test_only_the_replicas_in_question_are_waited_for() -> None:
+    system = FakeSystem([machine("head", 1)])
+    only = [ReplicaId("decode-7")]
+    await_room(system, Room(config=CONFIG, machines=system.machines, only=only), 60.0, lambda _: None, lambda: None)
+    assert system.log == []
+    system = FakeSystem([machine("head", 0)])
+    system.joining = [machine("first", 1)]
+    await_room(system, Room(config=CONFIG, machines=system.machines, only=only), 60.0, lambda _: None, lambda: None)
+    assert system.log == ["want 1 bundles", "want nothing"]
+
+
 def test_the_wait_ends_with_the_time_to_start_and_says_what_is_missing() -> None:
-    config = CONFIG.model_copy(update={"resources": ResourcesConfig(start_timeout_s=0.01)})
     system = FakeSystem([machine("head", 0)])
     with pytest.raises(ConfigError, match="capacity for 0 workers"):
-        await_room(system, config, lambda _: None, lambda: None)
+        wait_for_room(system, lambda _: None, lambda: None, timeout_s=0.01)
 
 
 def test_a_signal_ends_the_wait() -> None:
@@ -55,7 +71,7 @@ def test_a_signal_ends_the_wait() -> None:
     system = FakeSystem([machine("head", 0)])
     system.joining = [machine(f"machine-{n}", 0) for n in range(9)]
     with pytest.raises(KeyboardInterrupt):
-        await_room(system, CONFIG, lambda _: None, stop)
+        wait_for_room(system, lambda _: None, stop)
 
 
 D0 = ReplicaId("decode-0")

@@ -1,4 +1,4 @@
-"""docs/metrics.md, the Grafana dashboard and the alerts name the metrics of `/metrics`, with their types and labels."""
+"""docs/metrics.md, the dashboard, alerts and scaling name the metrics of `/metrics`, with their types and labels."""
 
 import itertools
 import json
@@ -52,6 +52,11 @@ RULES = yaml.safe_load((manifests.MONITORING / "alerts.yaml").read_text(encoding
 ALERTS = {rule["alert"]: rule for group in RULES["spec"]["groups"] for rule in group["rules"]}
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
 EXPRESSIONS += [rule["expr"] for rule in ALERTS.values()]
+EXPRESSIONS += [
+    trigger["metadata"]["query"]
+    for job in manifests.of_kind("ScaledJob", manifests.overlay(manifests.SCALED))
+    for trigger in job["spec"]["triggers"]
+]
 OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
 ROWS = {
     name: (set(re.findall(r"\w+", labels)), set(re.findall(r"`(\w+)`", description)))
