@@ -13,7 +13,7 @@ from cluster.machine_memory import machine_memory
 from cluster.spec.errors import UserError
 from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.memory import GIB
-from cluster.spec.strategy import CpMode, StrategySetting
+from cluster.spec.strategy import Collectives, CpMode, ShardLinear, StrategySetting
 from workers.bench.process import WorkerProcess
 from workers.bench.results import StepTime, Way
 from workers.bench.shapes import SHAPES
@@ -34,6 +34,8 @@ class CpBench:
     strategies: Sequence[StrategySetting]
     num_rounds: int
     model: str
+    shard_linear: ShardLinear = ShardLinear.NONE
+    collectives: Collectives = Collectives.AUTO
 
     @property
     def max_len(self) -> int:
@@ -72,7 +74,7 @@ def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
     _check_memory(bench)
     config = parse_model_config(SHAPES[bench.model].config_json(bench.max_len) | {"dtype": _DTYPE})
     with _ranks(bench.cp) as ranks:
-        _ask(ranks, "make", config, bench.max_len, bench.mode)
+        _ask(ranks, "make", config, bench.max_len, bench.mode, bench.shard_linear, bench.collectives)
         store = _ask(ranks[:1], "open_store")[0]
         for cp in sorted({1, bench.cp}):
             for number, rank in enumerate(ranks[:cp]):

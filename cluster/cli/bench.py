@@ -14,7 +14,7 @@ from rich.table import Table
 from cluster.spec.config import Device
 from cluster.spec.errors import UserError
 from cluster.spec.ranks import MOST_RANKS
-from cluster.spec.strategy import CpMode, StrategySetting
+from cluster.spec.strategy import Collectives, CpMode, ShardLinear, StrategySetting
 from workers.bench.shapes import SHAPES
 
 T = TypeVar("T")
@@ -39,6 +39,12 @@ def cp(
         CpMode,
         typer.Option(help="CP mode: with gather, every rank holds all KV; with ring, each holds the pages it owns."),
     ] = CpMode.GATHER,
+    shard_linear: Annotated[
+        ShardLinear, typer.Option(help="Storage of query and output projections on CP ranks, as in a deploy file.")
+    ] = ShardLinear.NONE,
+    collectives: Annotated[
+        Collectives, typer.Option(help="Transport between ranks: shared memory, or TCP, which overlaps with work.")
+    ] = Collectives.AUTO,
     prefix_len: Annotated[int, typer.Option(help="Number of cached tokens before each prompt.", min=0)] = 0,
     rounds: Rounds = 5,
     model: Model = "small",
@@ -60,6 +66,8 @@ def cp(
         strategies=_parse_list("--strategy", strategy, StrategySetting, StrategySetting),
         num_rounds=rounds,
         model=model,
+        shard_linear=shard_linear,
+        collectives=collectives,
     )
     with _errors_end_the_command():
         title = f"{model}, {mode} mode, {prefix_len} cached tokens; medians of {rounds} rounds"

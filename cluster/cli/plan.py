@@ -20,6 +20,7 @@ from cluster.spec.loader import DEFAULT_FILE, load_config
 if TYPE_CHECKING:
     from cluster.planner.memory import KvPlan
     from cluster.planner.plan import CheckResult, Plan, PortPlan, ReplicaPlan, StepsPlan
+    from cluster.planner.projections import ProjectionsPlan
 
 _AXES = ("dp", "cp", "tp", "pp")
 _MOE_AXES = ("moe_dp", "ep", "moe_tp")
@@ -84,6 +85,7 @@ def _print_plan(plan: "Plan", *, verbose: bool) -> None:
     for role in Role:
         _print_replicas(console, [replica for replica in plan.replicas if replica.role is role])
     _print_steps(console, plan.steps)
+    _print_projections(console, plan.projections)
     _print_kv(console, plan.kv)
     _print_ports(console, plan.ports)
     _print_checks(console, plan.checks, verbose=verbose)
@@ -124,6 +126,20 @@ def _print_steps(console: Console, steps: "StepsPlan") -> None:
     if steps.passing is not None:
         ways += f", passing {steps.passing}"
     console.print(Text(f"prefill steps: {ways}, at most {steps.chunk_tokens:,} tokens each\n", style="bold"))
+
+
+def _print_projections(console: Console, projections: "ProjectionsPlan | None") -> None:
+    if projections is None:
+        return
+    ahead = f"{projections.ahead} layer{'s' * (projections.ahead != 1)} ahead"
+    title = f"shard_linear {projections.way}, {ahead}: a prefill worker holds {_size(projections.held_bytes)} of query "
+    title += f"and output projections, instead of {_size(projections.whole_bytes)}"
+    hidden = max(0.0, 1 - projections.exposed_s / projections.transfer_s)
+    traffic = f"  {_size(projections.step_bytes)} sent in every step: {projections.transfer_s:.2g} s at an assumed "
+    traffic += f"{projections.bytes_per_s / 1e9:g} GB/s, of which a step of {projections.chunk_tokens:,} new tokens, "
+    traffic += f"about {projections.chunk_s:.2g} s of work, hides {hidden:.0%}"
+    console.print(Text(title, style="bold"))
+    console.print(Text(f"{traffic}\n"))
 
 
 def _print_kv(console: Console, kv: "KvPlan | None") -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from cluster.planner.memory import KvPlan, kv_plan, memory_wanted, model_problems
 from cluster.planner.model import ModelFacts, UnknownModel
+from cluster.planner.projections import ProjectionsPlan, projections_plan
 from cluster.spec.checks import CHECKS
 from cluster.spec.config import (
     DeployConfig,
@@ -85,6 +86,8 @@ class Plan:
     steps: StepsPlan
     kv: KvPlan | None
     """KV memory; None if the model's shape is unknown."""
+    projections: ProjectionsPlan | None
+    """Projections that CP ranks hold together; None if every rank holds all, or the model's shape is unknown."""
     ports: list[PortPlan]
     checks: list[CheckResult]
 
@@ -103,6 +106,7 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
         replicas=[plan for role, pool in config.pools.items() for plan in _replicas(role, pool, model)],
         steps=_steps(config.prefill),
         kv=kv_plan(config, model) if isinstance(model, ModelFacts) else None,
+        projections=_projections(config, model),
         ports=ports_of(config, model),
         checks=_checks(config, model),
     )
@@ -116,6 +120,14 @@ def _steps(prefill: PrefillConfig) -> StepsPlan:
         passing=prefill.passing if is_ring else None,
         chunk_tokens=prefill.chunk_tokens,
     )
+
+
+def _projections(config: DeployConfig, model: ModelFacts | UnknownModel) -> ProjectionsPlan | None:
+    if isinstance(model, UnknownModel):
+        return None
+    # In shared memory, ranks copy the weights themselves.
+    in_background = config.resources.device is Device.CUDA or _uses_gloo(config)
+    return projections_plan(config, model, in_background=in_background)
 
 
 def _replicas(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) -> list[ReplicaPlan]:
@@ -194,6 +206,8 @@ def _num_endpoints(role: Role, pool: PoolConfig, model: ModelFacts | UnknownMode
     """Return how many gloo endpoints one replica has: one per rank in each group of several ranks or stage link."""
     by_name, ranks = groups(pool.parallel), positions(pool.parallel)
     joined = [members for name in _ATTENTION for members in by_name[name]]
+    if pool.linear_shards is not None:
+        joined += by_name[GroupName.ATTN_CP]
     if isinstance(model, ModelFacts):
         if model.config.experts_per_token and len(by_name[GroupName.MOE_SHARDS][0]) > 1:
             joined += [members for name in _EXPERTS for members in by_name[name]]

@@ -14,6 +14,7 @@ from cluster.spec.decode_graphs import batch_sizes, captures_decode
 from cluster.spec.hicache_config import STORE_CLIENT_BYTES, StorageBackendName
 from cluster.spec.ids import Role
 from cluster.spec.kv import DTYPE_BYTES, pages_for
+from cluster.spec.linear_shards import LinearShards
 from cluster.spec.memory import GIB, GpuMemory, HostMemory
 from cluster.spec.ranks import head_copies, moe_tp_size, sizes_of, stage_layers, world_size
 from cluster.spec.registry import KvOwnership
@@ -45,11 +46,24 @@ def _num_weights(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int
     num_tables = _num_tables(config, model, is_first=stage == 0, is_last=stage == pool.parallel.pp - 1)
     numbers = num_tables * model.config.vocab_size * model.config.hidden_size / tp
     copies = head_copies((group.num_heads for group in model.geometry.groups), tp)
-    for layer in stage_layers(model.config.num_layers, pool.parallel.pp, stage):
+    layers = stage_layers(model.config.num_layers, pool.parallel.pp, stage)
+    for layer in layers:
         cost = model.config.layer_costs[layer]
         attention = (cost.queries + cost.kv * copies) / tp + cost.whole
         numbers += attention + cost.dense / (dp * tp) + cost.experts * moe_dp / (dp * cp * tp)
-    return numbers
+    shared = num_projections(pool.linear_shards, pool, model, len(layers))
+    return numbers + shared - num_projections(None, pool, model, len(layers))
+
+
+def num_projections(shards: LinearShards | None, pool: Pool, model: ModelFacts, num_layers: int) -> int:
+    """Count one rank's weights in the query and output projections of a stage, and in the buffers for them.
+
+    With ``shards``, CP ranks hold the projections together, and the rank with the most counts.
+    """
+    shapes = model.config.attention.of_rank(pool.parallel.tp).projections(model.config.hidden_size)
+    if shards is None:
+        return num_layers * sum(shape.size for shape in shapes)
+    return sum(shards.held_rows(shape.outputs, num_layers) * shape.inputs for shape in shapes)
 
 
 def _num_tables(config: DeployConfig, model: ModelFacts, *, is_first: bool, is_last: bool) -> int:

@@ -8,8 +8,17 @@ from pydantic import Field
 from cluster.spec.config_node import MemoryGib, Node, Origin, PositiveInt, PositiveSeconds, Text
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Role
+from cluster.spec.linear_shards import LinearShards
 from cluster.spec.registry import KvOwnership, TransferMode, Verify
-from cluster.spec.strategy import Collectives, CpMode, DpPolicy, MoeDispatch, PassingSetting, StrategySetting
+from cluster.spec.strategy import (
+    Collectives,
+    CpMode,
+    DpPolicy,
+    MoeDispatch,
+    PassingSetting,
+    ShardLinear,
+    StrategySetting,
+)
 
 PolicyName = Literal[
     "round_robin",
@@ -147,6 +156,11 @@ class PoolConfig(Node):
         """Number of CP ranks that the pages of a request are divided over."""
         return self.ownership.num_owners(self.parallel.cp)
 
+    @property
+    def linear_shards(self) -> LinearShards | None:
+        """Division of query and output projections among CP ranks; None if every rank stores all of them."""
+        return None
+
 
 class PrefillConfig(PoolConfig):
     """The replicas that compute prompts."""
@@ -161,6 +175,12 @@ class PrefillConfig(PoolConfig):
     pages it owns, so that capacity grows with cp."""
     passing: PassingSetting = PassingSetting.AUTO
     """Tensors that ranks pass around the ring: keys and values, or queries; `auto` picks the faster for each step."""
+    shard_linear: ShardLinear = ShardLinear.NONE
+    """Storage of query and output projections on CP ranks: with `none`, every rank holds all; with `broadcast`, those
+    of every cp-th layer; with `gather`, a part of each layer's. Ranks send them to each other ahead of use."""
+    shard_linear_ahead: Annotated[int, Field(ge=0, strict=True)] = 1
+    """Number of layers by which `shard_linear` sends projections ahead of their use; every rank has buffers for one
+    layer more."""
     chunk_tokens: PositiveInt = 8192
     """Maximum number of tokens in one step of each DP rank, over all requests."""
     skip_below_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
@@ -173,6 +193,13 @@ class PrefillConfig(PoolConfig):
         """Location of a request's KV in a CP group; the KV of a single rank is not sharded."""
         is_ring = self.mode is CpMode.RING and self.parallel.cp > 1
         return KvOwnership.SHARDED if is_ring else KvOwnership.REPLICATED
+
+    @property
+    def linear_shards(self) -> LinearShards | None:
+        """Division of query and output projections among CP ranks; None if every rank stores all of them."""
+        if self.shard_linear is ShardLinear.NONE:
+            return None
+        return LinearShards(self.shard_linear, self.parallel.cp, self.shard_linear_ahead)
 
 
 class DecodeConfig(PoolConfig):

@@ -52,6 +52,17 @@ class CpMode(StrEnum):
     """The pages that the rank owns, so that a replica's KV capacity grows with cp."""
 
 
+class ShardLinear(StrEnum):
+    """Values of `prefill.shard_linear`: storage of a stage's query and output projections on its CP ranks."""
+
+    NONE = "none"
+    """Every rank stores all of them."""
+    BROADCAST = "broadcast"
+    """Every rank stores those of some layers, and sends them to the others ahead of use."""
+    GATHER = "gather"
+    """Every rank stores a part of the rows in each layer. All ranks gather the rows ahead of use."""
+
+
 class Collectives(StrEnum):
     """Exchange of tensors between the ranks of a replica."""
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cluster.spec.config import ParallelConfig
+from cluster.spec.linear_shards import LinearShards
 from cluster.spec.ranks import GroupName, groups
 from workers.engine.weights import load_model, torch_dtype
 from workers.parallel.collectives import Communicator, ModelGroups
@@ -18,7 +19,7 @@ from workers.parallel.collectives import Communicator, ModelGroups
 _NO_BACKEND: Any = SimpleNamespace(in_background=False)
 
 
-def groups_of(axes: Mapping[str, int], global_rank: int) -> ModelGroups:
+def groups_of(axes: Mapping[str, int], global_rank: int, linear_shards: LinearShards | None = None) -> ModelGroups:
     """Return the groups of a rank without peers, in which nothing can be computed."""
     parallel = ParallelConfig(**axes)
     all_members = groups(parallel)
@@ -34,6 +35,8 @@ def groups_of(axes: Mapping[str, int], global_rank: int) -> ModelGroups:
         dp=group(GroupName.ATTN_DP),
         moe_shards=group(GroupName.MOE_SHARDS),
         moe_block=group(GroupName.MOE_BLOCK),
+        shard_linear=group(GroupName.ATTN_CP),
+        linear_shards=linear_shards,
     )
 
 

@@ -122,6 +122,7 @@ class LocalEngine:
             config.prefill.parallel,
             config.decode.parallel,
             config.prefill.mode,
+            config.prefill.linear_shards,
             config.transfer.backend,
             config.resources.collectives,
             config.resources.moe_dispatch,

@@ -27,6 +27,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
 
 def test_cp_prints_a_line_for_every_length_and_strategy(capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--prompt-len", "5,130", "--cp", "2", "--strategy", "contiguous,auto", "--rounds", "1"]
+    options += ["--shard-linear", "gather", "--collectives", "tcp"]
     result = CliRunner().invoke(app, ["bench", "cp", "--json", *options, "--mode", "ring", "--prefix-len", "70", *TINY])
     assert (result.exit_code, result.stderr, capfd.readouterr().err) == (0, "", "")
     lines = [json.loads(line) for line in result.stdout.splitlines()]

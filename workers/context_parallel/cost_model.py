@@ -60,6 +60,8 @@ class ModelShape:
     """FLOPs per visible (query, key) pair in one layer to select keys."""
     index_row_bytes: int = 0
     """Bytes of an indexer's queries per token in one layer, as they are passed."""
+    weight_bytes: int = 0
+    """Bytes of weights that a rank receives for one layer, whatever the step. 0 if every rank stores all weights."""
 
     def selects(self, plan: ShardPlan) -> bool:
         """Return whether a query of the step sees more keys than it may use."""
@@ -233,6 +235,8 @@ def _work_of_all_keys(
 def _exchanges(plan: ShardPlan, shape: ModelShape, passing: Passing | None) -> Iterator[float]:
     """Yield the bytes that one rank receives in each collective of a layer."""
     others, prefix = plan.cp - 1, sum(plan.prefix_lens)
+    if shape.weight_bytes:
+        yield shape.weight_bytes
     if passing is Passing.PASS_KV:
         rows = prefix / plan.cp + (0 if plan.is_replicated else plan.padded_len)
         yield from [rows * shape.kv_row_bytes] * (others if rows else 0)
@@ -264,8 +268,15 @@ class _Costs:
     pair_s: float
     """Time per (query, key) pair, over all layers."""
     fixed_s: float
+    hidden_s: float
+    """Time of transfers that work hides, if there is enough, in any step."""
     windows: tuple[tuple[int, float], ...]
     """Window sizes in tokens, ascending, each with the share of a pair's time that it saves outside."""
+
+    @property
+    def efficient_s(self) -> float:
+        """Return the minimum duration of an efficient step."""
+        return max(_FIXED_COSTS * self.fixed_s, self.hidden_s)
 
     @classmethod
     def of(cls, shape: ModelShape, rates: Rates, cp: int) -> "_Costs":
@@ -276,11 +287,14 @@ class _Costs:
             # Later keys are only scored.
             pair_flops = shape.stored_pair_flops + shape.index_flops
             saved = [(shape.top_k, shape.stored_pair_flops / pair_flops)]
+        weights_s = shape.num_layers * shape.weight_bytes / rates.exchange_bytes_per_s
         return cls(
             token_s=shape.num_layers * (local_s / cp + rates.row_s),
             pair_s=shape.num_layers * pair_flops / rates.attention_flops_per_s / cp,
             fixed_s=rates.step_s
-            + shape.num_layers * (rates.run_s + rates.exchange_s + ALL_REDUCES * rates.all_reduce_s),
+            + shape.num_layers * (rates.run_s + rates.exchange_s + ALL_REDUCES * rates.all_reduce_s)
+            + weights_s * (1 - rates.hidden_share),
+            hidden_s=weights_s * rates.hidden_share,
             windows=tuple(saved),
         )
 
@@ -321,7 +335,7 @@ def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: 
     each other's steps, so with several stages ``chunk_tokens`` is a maximum, however short steps are.
     """
     costs = _Costs.of(shape, rates, cp)
-    least_s = _FIXED_COSTS * costs.fixed_s if pp == 1 else 0.0
+    least_s = costs.efficient_s if pp == 1 else 0.0
     full_s = max(costs.new_prompt_s(chunk_tokens), least_s)
 
     @lru_cache(maxsize=4096)
@@ -334,7 +348,7 @@ def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: 
 def efficient_share(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int) -> float:
     """Return the share of the time of ``chunk_tokens`` of a new prompt from which on a step's fixed costs are small."""
     costs = _Costs.of(shape, rates, cp)
-    return min(1.0, _FIXED_COSTS * costs.fixed_s / costs.new_prompt_s(chunk_tokens))
+    return min(1.0, costs.efficient_s / costs.new_prompt_s(chunk_tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,7 @@ def measured_rates(
     """Return the rates of the slowest rank over all stages and DP ranks. Every rank calls this. Decode replicas do not
     use the rates, so they do not measure them.
     """
-    shape = model.config.cost(dtype)
+    shape = model.config.cost(dtype, model.groups.linear_shards)
     if spec.role is Role.DECODE:
         return shape, Rates()
     rates = calibrate(model, pool, backend, groups.cp, shape)

@@ -162,14 +162,17 @@ def _check_copy(name: str, stored: Mapping[str, StoredTensor], original: str, sh
             raise CheckpointError(f"config.json ties {name} to {original}, but {file} has different values")
 
 
-def random_model(config: DecoderConfig, dtype: torch.dtype, device: Device) -> DecoderModel:
-    """Build an unpacked model with norm weights of 1 and other weights random, but the same in every process.
+def random_model(
+    config: DecoderConfig, dtype: torch.dtype, device: Device, groups: ModelGroups | None = None
+) -> DecoderModel:
+    """Build an unpacked model with norm weights of 1 and other weights random. Ranks that hold equal parts of it get
+    the same weights.
 
     Products keep the scale of their inputs, so that attention is selective at any width.
     """
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = DecoderModel(config, dtype=dtype, device=device)
+        model = DecoderModel(config, dtype=dtype, device=device, groups=groups)
     allocate(model, dtype, device)
     for parameter in model.parameters():
         if parameter.ndim > 1:

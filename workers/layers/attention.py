@@ -15,7 +15,8 @@ from workers.attention.interface import AttentionParams, AttentionShape
 from workers.attention.selection import IndexQueries
 from workers.kernels.elementwise import KvSlots, elementwise_kernels
 from workers.layers.config import AttentionConfig, RopeConfig
-from workers.layers.linear import FusedLinear, RMSNorm, SummedLinear
+from workers.layers.linear import RMSNorm
+from workers.layers.projections import Projections
 from workers.layers.shard import even_shard, kv_head_shard
 from workers.parallel.collectives import Communicator, Lens
 
@@ -202,6 +203,7 @@ class Attention(nn.Module):
         rms_norm_eps: float,
         layer: int,
         group: Communicator,
+        projections: Projections,
         window: int | None = None,
     ) -> None:
         """Build the layer. ``layer`` is its index in the pipeline stage."""
@@ -217,8 +219,8 @@ class Attention(nn.Module):
             value_dim=config.head_dim,
             params=AttentionParams(config.head_dim**-0.5, window),
         )
-        self.qkv = FusedLinear(hidden_size, {"q": q, "k": kv, "v": kv}, bias=config.qkv_bias)
-        self.out = SummedLinear(q, hidden_size, bias=config.output_bias)
+        self.qkv = projections.queries(layer, hidden_size, {"q": q, "k": kv, "v": kv}, bias=config.qkv_bias)
+        self.out = projections.output(layer, q, hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, rms_norm_eps) if config.qk_norm else None
 

@@ -17,6 +17,15 @@ MOST_SELECTED = 1 << 22
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
+class MatrixShape(NamedTuple):
+    outputs: int
+    inputs: int
+
+    @property
+    def size(self) -> int:
+        return self.outputs * self.inputs
+
+
 class AttentionCost(NamedTuple):
     """Sizes of one layer's attention, over all heads: matrix elements, elements per token, and FLOPs."""
 
@@ -80,6 +89,10 @@ class AttentionConfig:
 
     def kv_parts(self, dtype: str) -> tuple[KvPart, ...]:
         return tuple(KvPart(name=name, dim=self.head_dim, dtype=dtype) for name in ("k", "v"))
+
+    def projections(self, hidden_size: int) -> tuple[MatrixShape, MatrixShape]:
+        """Return the shapes of the projections of queries and of attention's output."""
+        return MatrixShape(self.q_size, hidden_size), MatrixShape(hidden_size, self.q_size)
 
     def cost(self, hidden_size: int) -> AttentionCost:
         return AttentionCost(
@@ -165,6 +178,11 @@ class LatentAttentionConfig:
         if (indexer := self.own_indexer) is None:
             return (latent,)
         return latent, KvPart(name=INDEX_PART, dim=indexer.head_dim, dtype=dtype)
+
+    def projections(self, hidden_size: int) -> tuple[MatrixShape, MatrixShape]:
+        """Return the shapes of the projections of queries and of attention's output."""
+        queries = MatrixShape(self.num_heads * self.head_dim, self.query_rank or hidden_size)
+        return queries, MatrixShape(hidden_size, self.num_heads * self.value_dim)
 
     def cost(self, hidden_size: int) -> AttentionCost:
         """Return the cost with expanded keys, and activations with stored keys, which are wider."""

@@ -22,8 +22,9 @@ from workers.attention.selection import IndexQueries
 from workers.layers.attention import AttentionContext, AttentionWork, Rotation, in_pairs, score_factor, take
 from workers.layers.config import LatentAttentionConfig, RopeConfig
 from workers.layers.indexer import Indexer
-from workers.layers.linear import FusedLinear, RMSNorm, SummedLinear, multiply
-from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
+from workers.layers.linear import FusedLinear, RMSNorm, multiply
+from workers.layers.projections import Projections, SplitLinear
+from workers.layers.shard import ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.collectives import Communicator
 
 _EPS = 1e-6
@@ -70,7 +71,13 @@ class LatentHeads(ShardedLayer):
 
 class LatentAttention(nn.Module):
     def __init__(
-        self, hidden_size: int, config: LatentAttentionConfig, rope: RopeConfig, layer: int, group: Communicator
+        self,
+        hidden_size: int,
+        config: LatentAttentionConfig,
+        rope: RopeConfig,
+        layer: int,
+        group: Communicator,
+        projections: Projections,
     ) -> None:
         """Build the layer. ``layer`` is its index in the pipeline stage."""
         super().__init__()
@@ -85,20 +92,23 @@ class LatentAttention(nn.Module):
             params=AttentionParams(scale, value_dim=config.kv_rank),
         )
         self._expanded_params = AttentionParams(scale, value_dim=config.value_dim)
-        first = {"q": q} if config.query_rank is None else {"q_a": replicated(config.query_rank)}
-        self._num_first = sum(shard.size for shard in first.values())
-        outputs: dict[str, Shard] = {**first, "kv_a": replicated(config.stored_dim)}
-        self.latents = FusedLinear(hidden_size, outputs, bias=config.bias)
+        self._num_first, kv_a = config.query_rank or q.size, replicated(config.stored_dim)
+        self.latents: FusedLinear | SplitLinear
         self.q_a_norm: RMSNorm | None = None
-        if config.query_rank is not None:
+        if config.query_rank is None:
+            self.latents = projections.queries(layer, hidden_size, {"q": q, "kv_a": kv_a}, bias=config.bias)
+        else:
+            outputs = {"q_a": replicated(config.query_rank), "kv_a": kv_a}
+            self.latents = FusedLinear(hidden_size, outputs, bias=config.bias)
             self.q_a_norm = RMSNorm(config.query_rank, _EPS)
-            self.query_heads = FusedLinear(config.query_rank, {"q_b": q}, bias=False)
+            self.query_heads = projections.queries(layer, config.query_rank, {"q_b": q}, bias=False)
         self.kv_a_norm = RMSNorm(config.kv_rank, _EPS)
         self.kv_b = LatentHeads(config, group)
         self.indexer: Indexer | None = None
         if (own := config.own_indexer) is not None:
             self.indexer = Indexer(hidden_size, own, config)
-        self.out = SummedLinear(even_shard(config.num_heads * config.value_dim, group), hidden_size, bias=config.bias)
+        attended = even_shard(config.num_heads * config.value_dim, group)
+        self.out = projections.output(layer, attended, hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
         q, index = self._queries(x, rotation, context)

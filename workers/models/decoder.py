@@ -9,23 +9,24 @@ from workers.layers.config import LatentAttentionConfig, MoeConfig
 from workers.layers.feed_forward import GatedMLP, MoeBlock
 from workers.layers.latent_attention import LatentAttention
 from workers.layers.linear import Embedding, FusedLinear, RMSNorm, SummedLinear, packed
+from workers.layers.projections import Projections, make_projections
 from workers.layers.shard import ShardedLayer, WeightShard
 from workers.models.interface import DecoderConfig
 from workers.parallel.collectives import Lens, ModelGroups
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: int, groups: ModelGroups) -> None:
-        """Build the layer. ``layer`` is its index in the model."""
+    def __init__(self, config: DecoderConfig, layer: int, groups: ModelGroups, projections: Projections) -> None:
+        """Build the layer. ``layer`` is its index in the model. A stage's layers are built in order."""
         super().__init__()
         hidden_size, eps, feed_forward = config.hidden_size, config.rms_norm_eps, config.feed_forward[layer]
         first_layer = groups.layers(config.num_layers).start
         self.input_layernorm = RMSNorm(hidden_size, eps)
         attention, stage_layer = config.attention_of(layer), layer - first_layer
         self.self_attn: Attention | LatentAttention = (
-            LatentAttention(hidden_size, attention, config.rope, stage_layer, groups.tp)
+            LatentAttention(hidden_size, attention, config.rope, stage_layer, groups.tp, projections)
             if isinstance(attention, LatentAttentionConfig)
-            else Attention(hidden_size, attention, eps, stage_layer, groups.tp, config.windows[layer])
+            else Attention(hidden_size, attention, eps, stage_layer, groups.tp, projections, config.windows[layer])
         )
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp: GatedMLP | MoeBlock = (
@@ -69,7 +70,8 @@ class DecoderModel(nn.Module):
         is_tied = config.tie_word_embeddings
         if self.is_first or (self.is_last and is_tied):
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, groups.tp)
-        layers = {str(layer): DecoderLayer(config, layer, groups) for layer in stage}
+        projections = make_projections(groups)
+        layers = {str(layer): DecoderLayer(config, layer, groups, projections) for layer in stage}
         self.layers = nn.ModuleDict(layers)
         self.attention = layers[str(stage.start)].self_attn.shape
         """Attention shape of the first layer. Other layers can differ only in their windows and indexers."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from cluster.spec.checks import ModelLimits, layout_problems, ring_problems
+from cluster.spec.checks import ModelLimits, layout_problems, prefill_problems
 from cluster.spec.config import AnyParallel, PrefillConfig
 from cluster.spec.errors import UserError
 from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, KvPart, attention_group
+from cluster.spec.linear_shards import LinearShards
 from workers.context_parallel.cost_model import ModelShape
 from workers.layers.config import (
     AnyAttentionConfig,
@@ -30,8 +31,8 @@ from workers.quant.plain import PlainFormat
 Dtype = Literal["float32", "bfloat16", "float16"]
 INPUT_TABLE = "embed_tokens.weight"
 OUTPUT_TABLE = "lm_head.weight"
-_FUSED = ("qkv", "gate_up", "latents", "query_heads")
-"""Modules that checkpoints store as separate projections."""
+_FUSED = ("qkv", "gate_up", "latents", "query_heads", "first", "rest")
+"""Modules that group projections, which checkpoints store separately."""
 _USUAL_NAMES = {
     "q": "q_proj",
     "k": "k_proj",
@@ -170,9 +171,9 @@ class DecoderConfig:
         if problems := layout_problems(parallel, path, self.limits):
             raise UnsupportedModelError("; ".join(map(str, problems)))
 
-    def check_ring(self, prefill: PrefillConfig) -> None:
-        """Raise UnsupportedModelError if prefill ranks cannot each hold a part of the pages."""
-        if problems := ring_problems(prefill, self.limits):
+    def check_prefill(self, prefill: PrefillConfig) -> None:
+        """Raise UnsupportedModelError if prefill ranks cannot divide pages or projections as configured."""
+        if problems := prefill_problems(prefill, self.limits):
             raise UnsupportedModelError("; ".join(map(str, problems)))
 
     def checkpoint_name(self, path: str) -> str:
@@ -238,8 +239,20 @@ class DecoderConfig:
         """Return the maximum number of experts that compute one token in a layer; 0 for dense models."""
         return max(layer.experts_per_token for layer in self.layer_costs)
 
-    def cost(self, dtype: str) -> ModelShape:
-        """Return one token's work in an average layer computed in ``dtype``."""
+    def received_bytes(self, dtype: str, shards: LinearShards | None) -> int:
+        """Return the bytes of projections that a CP rank receives for a layer in which it stores none of them, or a
+        part.
+        """
+        if shards is None:
+            return 0
+        shapes = self.attention.projections(self.hidden_size)
+        return sum(shards.received_rows(shape.outputs) * shape.inputs for shape in shapes) * DTYPE_BYTES[dtype]
+
+    def cost(self, dtype: str, shards: LinearShards | None = None) -> ModelShape:
+        """Return one token's work in an average layer computed in ``dtype``.
+
+        ``shards`` divides query and output projections among CP ranks. If None, every rank stores all of them.
+        """
         used = sum(layer.used for layer in self.layer_costs)
         groups, attention = self.kv_groups(dtype), self.attention.cost(self.hidden_size)
         return ModelShape(
@@ -256,4 +269,5 @@ class DecoderConfig:
             top_k=attention.top_k,
             index_flops=sum(layer.index_flops for layer in self.layer_costs) // self.num_layers,
             index_row_bytes=attention.index_row_bytes,
+            weight_bytes=self.received_bytes(dtype, shards),
         )

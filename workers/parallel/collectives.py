@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cluster.spec.config import AnyParallel, ParallelConfig
 from cluster.spec.errors import PeerLostError
+from cluster.spec.linear_shards import LinearShards
 from cluster.spec.ranks import Position, moe_tp_size, positions, stage_layers
 from cluster.spec.strategy import MoeDispatch
 
@@ -135,10 +136,15 @@ class Communicator:
         return tensor
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Overwrite ``tensor`` with that of rank ``root``."""
+        """Overwrite a contiguous ``tensor`` with that of rank ``root``."""
+        self.start_broadcast(tensor, root).wait()
+
+    def start_broadcast(self, tensor: Tensor, root: int) -> Pending:
+        """Start a ``broadcast``."""
         backend = self._backend
-        if backend is not None and tensor.numel():
-            self._start("broadcast", lambda: backend.broadcast(tensor, root)).wait()
+        if backend is None or not tensor.numel():
+            return Pending(None, nullcontext)
+        return self._start("broadcast", lambda: backend.broadcast(tensor, root))
 
     def barrier(self) -> None:
         """Return once every member has called this."""
@@ -301,6 +307,11 @@ class ModelGroups:
     moe_block: Communicator = field(default_factory=partial(Communicator, "moe_block"))
     """All ranks that together hold the experts."""
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
+    shard_linear: Communicator = field(default_factory=partial(Communicator, "shard_linear"))
+    """CP ranks that store the stage's query and output projections together. Only they use this group, so that weights
+    do not wait for KV."""
+    linear_shards: LinearShards | None = None
+    """Division of these projections. None if every rank stores all of them."""
 
     @property
     def position(self) -> Position:
@@ -335,7 +346,8 @@ class ModelGroups:
     @property
     def all(self) -> tuple[Communicator, ...]:
         """Return all groups, each once."""
-        return tuple({id(group): group for group in (self.tp, self.dp, self.moe_shards, self.moe_block)}.values())
+        groups = (self.tp, self.dp, self.moe_shards, self.moe_block, self.shard_linear)
+        return tuple({id(group): group for group in groups}.values())
 
     @contextmanager
     def alone(self) -> Iterator[None]:

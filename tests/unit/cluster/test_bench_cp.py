@@ -11,7 +11,7 @@ from cluster.cli.main import app
 from cluster.machine_memory import MachineMemory
 from cluster.spec.errors import UserError
 from cluster.spec.step_messages import StepShape
-from cluster.spec.strategy import CpMode, Passing, Strategy, StrategySetting
+from cluster.spec.strategy import Collectives, CpMode, Passing, ShardLinear, Strategy, StrategySetting
 from workers.bench.results import StepTime, Way
 from workers.context_parallel.cost_model import StrategyChoice
 
@@ -32,6 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[CpBench]:
 def test_options_are_parsed(asked: list[CpBench]) -> None:
     options = ["--json", "--prompt-len", "64, 2048", "--cp", "4", "--strategy", "zigzag,auto", "--rounds", "3"]
     options += ["--model", "tiny", "--mode", "ring", "--prefix-len", "70"]
+    options += ["--shard-linear", "broadcast", "--collectives", "tcp"]
     result = CliRunner().invoke(app, ["bench", "cp", *options])
     assert (result.exit_code, result.stdout) == (0, "")
     wanted = CpBench(
@@ -42,6 +43,8 @@ def test_options_are_parsed(asked: list[CpBench]) -> None:
         strategies=[StrategySetting.ZIGZAG, StrategySetting.AUTO],
         num_rounds=3,
         model="tiny",
+        shard_linear=ShardLinear.BROADCAST,
+        collectives=Collectives.TCP,
     )
     assert asked == [wanted]
 

@@ -13,9 +13,11 @@ from cluster.planner.memory import model_problems, pool_gib
 from cluster.planner.model import ModelFacts, read_model
 from cluster.planner.worker_memory import expected_memory, weights_gib
 from cluster.spec.config import DeployConfig, ParallelConfig
+from cluster.spec.linear_shards import LinearShards
 from cluster.spec.loader import parse_config
 from cluster.spec.memory import GIB, GpuMemory
 from cluster.spec.ranks import axis_problems, positions
+from cluster.spec.strategy import ShardLinear
 from tests.fakes.loading_rank import groups_of
 from tests.unit.cluster.test_plan import RunBaton, baton
 from workers.device import CPU
@@ -320,9 +322,11 @@ parallels = st.builds(
 ).filter(lambda parallel: not axis_problems(parallel, "x"))
 
 
-def held_bytes(config: DecoderConfig, parallel: ParallelConfig, global_rank: int) -> int:
+def held_bytes(
+    config: DecoderConfig, parallel: ParallelConfig, global_rank: int, shards: LinearShards | None = None
+) -> int:
     """Return the bytes of the matrices. Routers and gates are left out, because every rank has them in full."""
-    groups = groups_of(parallel.model_dump(), global_rank)
+    groups = groups_of(parallel.model_dump(), global_rank, shards)
     with torch.device("meta"):
         model = DecoderModel(config, dtype=torch.float32, device=CPU, groups=groups)
     weights = model.named_parameters()
@@ -336,16 +340,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(MODELS), parallels)
+@given(st.sampled_from(MODELS), parallels, st.sampled_from(ShardLinear), st.integers(0, 2))
 def test_the_fullest_rank_holds_what_was_expected(
-    folder: Path, shape: dict[str, Any], parallel: ParallelConfig
+    folder: Path, shape: dict[str, Any], parallel: ParallelConfig, way: ShardLinear, ahead: int
 ) -> None:
     assume("num_experts" in shape or parallel.ep == parallel.moe_dp == 1)
     (folder / "config.json").write_text(json.dumps(shape))
-    deploy = parse_config(f"model: {{path: {folder}}}\nprefill: {{parallel: {parallel.model_dump()}}}", "f.yaml")
+    prefill = f"parallel: {parallel.model_dump()}"
+    if parallel.cp > 1 and way is not ShardLinear.NONE:
+        prefill += f", shard_linear: {way}, shard_linear_ahead: {ahead}"
+    deploy = parse_config(f"model: {{path: {folder}}}\nprefill: {{{prefill}}}", "f.yaml")
     facts, config = read_model(deploy), read_model_config(folder)
     assert isinstance(facts, ModelFacts)
-    # All ranks of a stage hold equally many bytes.
-    stages = {rank.pp: rank.global_rank for rank in positions(parallel)}
-    held = max(held_bytes(config, parallel, rank) for rank in stages.values())
+    # No rank of a stage holds more bytes than the first.
+    stages = {rank.pp: rank.global_rank for rank in reversed(positions(parallel))}
+    held = max(held_bytes(config, parallel, rank, deploy.prefill.linear_shards) for rank in stages.values())
     assert weights_gib(deploy, deploy.prefill, facts) * GIB == pytest.approx(held, rel=1e-9)

@@ -282,7 +282,7 @@ def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "f.yaml"
     file.write_text("name: shown\nprefill: {replicas: 2, parallel: {cp: 2}}")
-    assert baton("plan", str(file))[1].endswith("\n14 checks pass\n")
+    assert baton("plan", str(file))[1].endswith("\n15 checks pass\n")
     code, out, err = baton("plan", "--verbose", str(file))
     assert (code, err) == (0, "")
     for part in (
@@ -378,6 +378,7 @@ def test_ports_are_listed_with_their_count() -> None:
         ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "KV by Mooncake over TCP", 3),
         ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "process groups over TCP (gloo)", 2),
         ("resources: {collectives: tcp}\nprefill: {replicas: 2, parallel: {cp: 2, pp: 2}}", "gloo", 2 * (4 + 4)),
+        ("resources: {collectives: tcp}\nprefill: {parallel: {cp: 2}, shard_linear: gather}", "gloo", 2 + 2),
         # The model has one KV head, which both ranks hold.
         ("resources: {collectives: tcp}\ndecode: {parallel: {tp: 2}}", "gloo", 2 + 2),
     ],

@@ -21,6 +21,7 @@ from workers.engine.batch import build_step_batch
 from workers.engine.step_context import CpExchange, StepContext
 from workers.layers.attention import Attention, RotaryEmbedding
 from workers.layers.config import AttentionConfig
+from workers.layers.projections import Projections
 from workers.models.registry import parse_model_config
 from workers.parallel.collectives import Communicator
 
@@ -163,7 +164,9 @@ def test_queries_are_projected_while_keys_and_values_travel_by_themselves(
     }
     config = parse_model_config(raw)
     assert isinstance(config.attention, AttentionConfig)
-    attention = Attention(config.hidden_size, config.attention, config.rms_norm_eps, 0, Communicator("tp"))
+    attention = Attention(
+        config.hidden_size, config.attention, config.rms_norm_eps, 0, Communicator("tp"), Projections()
+    )
     rotation = RotaryEmbedding(config.rope, DIM, torch.device("cpu"))(torch.arange(num_tokens), torch.float32)
     project = attention.qkv.project
 
