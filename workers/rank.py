@@ -85,7 +85,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         device = open_device(spec.config.resources.device)
         model_config = read_model_config(folder)
         model_config.check_layout(spec.pool.parallel, f"{spec.role}.parallel")
-        model_config.check_prefill(spec.config.prefill)
+        model_config.check_ring(spec.config.prefill)
         groups = join_groups(spec, store, model_config, device)
         on_failure.callback(groups.leave)
         rank = _load(spec, folder, model_config, device, groups, store, on_failure)

@@ -131,9 +131,8 @@ def _print_steps(console: Console, steps: "StepsPlan") -> None:
 def _print_projections(console: Console, projections: "ProjectionsPlan | None") -> None:
     if projections is None:
         return
-    ahead = f"{projections.ahead} layer{'s' * (projections.ahead != 1)} ahead"
-    title = f"shard_linear {projections.way}, {ahead}: a prefill worker holds {_size(projections.held_bytes)} of query "
-    title += f"and output projections, instead of {_size(projections.whole_bytes)}"
+    title = f"shard_linear {projections.way}: a prefill worker holds {_size(projections.held_bytes)} of query and "
+    title += f"output projections with buffers, instead of {_size(projections.whole_bytes)}"
     hidden = max(0.0, 1 - projections.exposed_s / projections.transfer_s)
     traffic = f"  {_size(projections.step_bytes)} sent in every step: {projections.transfer_s:.2g} s at an assumed "
     traffic += f"{projections.bytes_per_s / 1e9:g} GB/s, of which a step of {projections.chunk_tokens:,} new tokens, "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cluster.planner.model import ModelFacts
 from cluster.planner.worker_memory import expected_host_memory, expected_memory, host_memory_lack
-from cluster.spec.checks import layout_problems, prefill_problems
+from cluster.spec.checks import layout_problems, ring_problems
 from cluster.spec.config import DeployConfig, Device, Pool
 from cluster.spec.errors import Problem
 from cluster.spec.hicache_config import StorageBackendName
@@ -71,7 +71,7 @@ def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = 
     if wanted is not None and wanted > most:
         message = f"got {wanted}; allowed: at most {most}, the model's own limit"
         problems.append(Problem("model.max_context", message))
-    problems += prefill_problems(config.prefill, model.config.limits)
+    problems += ring_problems(config.prefill, model.config.limits)
     for role, pool in config.pools.items():
         refused = layout_problems(pool.parallel, f"{role}.parallel", model.config.limits)
         problems += refused or (_memory_problems(config, role, pool, model) if checks_memory else [])

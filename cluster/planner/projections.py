@@ -29,7 +29,6 @@ class ProjectionsPlan:
     """Query and output projections on the prefill worker with the most, and their traffic at assumed rates."""
 
     way: ShardLinear
-    ahead: int
     held_bytes: int
     """Bytes of a worker's projections, and of its buffers for those of other workers."""
     whole_bytes: int
@@ -76,7 +75,6 @@ def projections_plan(config: DeployConfig, model: ModelFacts, *, in_background: 
     step_bytes = len(layers) * shape.weight_bytes
     return ProjectionsPlan(
         way=shards.way,
-        ahead=shards.ahead,
         held_bytes=held * DTYPE_BYTES[model.dtype],
         whole_bytes=whole * DTYPE_BYTES[model.dtype],
         step_bytes=step_bytes,

@@ -84,21 +84,12 @@ def _ring_transfer(config: DeployConfig) -> Iterator[Problem]:
         yield Problem("transfer.mode", f"got {mode} {why}; allowed: all_ranks, since rank 0 holds only its own pages")
 
 
-@_check(
-    "projections are shared by several CP ranks",
-    "prefill.shard_linear",
-    "prefill.shard_linear_ahead",
-    "prefill.parallel.cp",
-)
+@_check("only several CP ranks store projections together", "prefill.shard_linear", "prefill.parallel.cp")
 def _shard_linear(config: DeployConfig) -> Iterator[Problem]:
-    prefill = config.prefill
-    way, ahead = prefill.shard_linear, prefill.shard_linear_ahead
-    if way is not ShardLinear.NONE and prefill.parallel.cp == 1:
+    way = config.prefill.shard_linear
+    if way is not ShardLinear.NONE and config.prefill.parallel.cp == 1:
         why = "prefill.parallel.cp = 1; allowed: none, since no other rank could store them"
         yield Problem("prefill.shard_linear", f"got {way} with {why}")
-    if way is ShardLinear.NONE and ahead != PrefillConfig().shard_linear_ahead:
-        why = "prefill.shard_linear = none; allowed: to omit it, since every rank holds all projections"
-        yield Problem("prefill.shard_linear_ahead", f"got {ahead} with {why}")
 
 
 @_check("only mooncake supports RDMA", "transfer.backend", "transfer.protocol")
@@ -214,20 +205,12 @@ def _first_layers(num_layers: int, pp: int) -> set[int]:
     return {stage_layers(num_layers, pp, stage).start for stage in range(pp)}
 
 
-def prefill_problems(prefill: PrefillConfig, model: ModelLimits) -> list[Problem]:
-    """Return the problems of prefill settings that are legal but do not fit this model.
-
-    Models with sliding windows need adjacent pages on one rank, and a stage cannot send projections ahead of its start.
-    """
-    problems = []
-    if prefill.ownership is KvOwnership.SHARDED and model.has_windows:
-        given = f"{prefill.mode} with cp = {prefill.parallel.cp}"
-        problems.append(Problem("prefill.mode", f"got {given}; allowed: gather, since the model has sliding windows"))
-    num_layers, ahead = model.num_layers // prefill.parallel.pp, prefill.shard_linear_ahead
-    if prefill.shard_linear is not ShardLinear.NONE and 0 < num_layers <= ahead:
-        allowed = f"less than {num_layers}, the number of layers in a stage"
-        problems.append(Problem("prefill.shard_linear_ahead", f"got {ahead}; allowed: {allowed}"))
-    return problems
+def ring_problems(prefill: PrefillConfig, model: ModelLimits) -> list[Problem]:
+    """Reject ring mode for models with sliding windows, which need adjacent pages on one rank."""
+    if prefill.ownership is KvOwnership.REPLICATED or not model.has_windows:
+        return []
+    given = f"{prefill.mode} with cp = {prefill.parallel.cp}"
+    return [Problem("prefill.mode", f"got {given}; allowed: gather, since the model has sliding windows")]
 
 
 def _expert_problems(parallel: AnyParallel, path: str, num_experts: int | None) -> list[Problem]:

@@ -178,9 +178,6 @@ class PrefillConfig(PoolConfig):
     shard_linear: ShardLinear = ShardLinear.NONE
     """Storage of query and output projections on CP ranks: with `none`, every rank holds all; with `broadcast`, those
     of every cp-th layer; with `gather`, a part of each layer's. Ranks send them to each other ahead of use."""
-    shard_linear_ahead: Annotated[int, Field(ge=0, strict=True)] = 1
-    """Number of layers by which `shard_linear` sends projections ahead of their use; every rank has buffers for one
-    layer more."""
     chunk_tokens: PositiveInt = 8192
     """Maximum number of tokens in one step of each DP rank, over all requests."""
     skip_below_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
@@ -199,7 +196,7 @@ class PrefillConfig(PoolConfig):
         """Division of query and output projections among CP ranks; None if every rank stores all of them."""
         if self.shard_linear is ShardLinear.NONE:
             return None
-        return LinearShards(self.shard_linear, self.parallel.cp, self.shard_linear_ahead)
+        return LinearShards(self.shard_linear, self.parallel.cp)
 
 
 class DecodeConfig(PoolConfig):

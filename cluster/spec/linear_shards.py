@@ -4,6 +4,11 @@ from dataclasses import dataclass
 
 from cluster.spec.strategy import ShardLinear
 
+AHEAD = 1
+"""Default number of layers by which a weight is sent ahead of its use. More would take memory and hide nothing more,
+because layers take equally long.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class LinearShards:
@@ -11,7 +16,7 @@ class LinearShards:
 
     way: ShardLinear
     num_ranks: int
-    ahead: int
+    ahead: int = AHEAD
     """Number of layers by which a weight is sent ahead of its use."""
 
     @property

@@ -35,7 +35,7 @@ def groups_of(axes: Mapping[str, int], global_rank: int, linear_shards: LinearSh
         dp=group(GroupName.ATTN_DP),
         moe_shards=group(GroupName.MOE_SHARDS),
         moe_block=group(GroupName.MOE_BLOCK),
-        shard_linear=group(GroupName.ATTN_CP),
+        projections=group(GroupName.ATTN_CP),
         linear_shards=linear_shards,
     )
 

@@ -72,6 +72,22 @@ def test_a_decode_rank_that_fails_after_some_tokens_is_reported_without_waiting(
     check_the_error_is_reported(cluster, "2 of 2 prompts got no token")
 
 
+@pytest.mark.parametrize("cluster", ["prefill 1 1"], indirect=True)
+@pytest.mark.parametrize("collectives", Collectives)
+def test_a_rank_that_fails_while_projections_are_sent_is_reported_without_waiting(
+    cluster: LocalCluster, tmp_path: Path, collectives: Collectives
+) -> None:
+    config = DeployConfig.model_validate(
+        {
+            "prefill": {"parallel": {"cp": 2}, "shard_linear": "broadcast"},
+            "kv": {"memory_gib": 0.01},
+            "resources": {"collectives": collectives},
+        }
+    )
+    cluster.load(config, make_checkpoint(tmp_path, "llama"))
+    check_the_error_is_reported(cluster, "got no token")
+
+
 def check_the_error_is_reported(cluster: LocalCluster, given_up: str) -> None:
     start_s = time.monotonic()
     prompt = Prompt([5, 6, 7], Stopping(max_tokens=8))

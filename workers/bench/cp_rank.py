@@ -75,8 +75,8 @@ class CpBenchRank:
                 ModelGroups(
                     parallel=ParallelConfig(cp=cp),
                     global_rank=rank,
-                    shard_linear=self._join_group(f"shard_linear{cp}", rank, cp),
-                    linear_shards=LinearShards(self._shard_linear, cp, ahead=1),
+                    projections=self._join_group(f"projections{cp}", rank, cp),
+                    linear_shards=LinearShards(self._shard_linear, cp),
                 )
             )
         groups = RankGroups(cp=self._join_group(f"cp{cp}", rank, cp), model=model.groups)

@@ -19,7 +19,7 @@ COLLECTIVE_TIMEOUT_S = 3600.0
 bounds the wait for a suspended peer. With NCCL, the waiting rank's watchdog ends its process.
 """
 
-_HEAD_COPIES, _SHARD_LINEAR = "head_copies", "shard_linear"
+_HEAD_COPIES, _PROJECTIONS = "head_copies", "projections"
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def join_groups(spec: WorkerSpec, store: ReplicaStore, model: DecoderConfig, dev
         block = tp if shards.size == 1 else join(GroupName.MOE_BLOCK, by_name[GroupName.MOE_BLOCK])
         groups = replace(groups, moe_shards=shards, moe_block=block)
     if spec.pool.linear_shards is not None:
-        shard_linear = join(_SHARD_LINEAR, by_name[GroupName.ATTN_CP])
-        groups = replace(groups, shard_linear=shard_linear, linear_shards=spec.pool.linear_shards)
+        projections = join(_PROJECTIONS, by_name[GroupName.ATTN_CP])
+        groups = replace(groups, projections=projections, linear_shards=spec.pool.linear_shards)
     copies, num_heads = Communicator(_HEAD_COPIES), [group.num_heads for group in model.kv_groups(model.dtype)]
     if spec.role is Role.DECODE and head_copies(num_heads, spec.sizes.tp) > 1:
         copies = join(_HEAD_COPIES, head_copy_groups(positions(parallel), num_heads))

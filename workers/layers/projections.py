@@ -142,9 +142,10 @@ class SplitLinear(nn.Module):
 
     def project(self, x: Tensor, outputs: slice) -> Tensor:
         """Compute either the first projection or all others."""
-        is_first = outputs == slice(self.first.num_rows)
-        assert is_first or outputs == slice(self.first.num_rows, None), f"{outputs} cuts through a projection"
-        out: Tensor = self.first(x) if is_first or self.rest is None else self.rest(x)
+        linear = self.first if outputs == slice(self.first.num_rows) else self.rest
+        assert linear is self.first or outputs == slice(self.first.num_rows, None), f"{outputs} is a part of one"
+        assert linear is not None, "there are no others"
+        out: Tensor = linear(x)
         return out
 
 
@@ -198,12 +199,14 @@ class CpProjections(Projections):
         return CpLinear(self._exchange, ring, layer, replicated(out_size), inputs, bias=bias)
 
     def _ring(self, kind: str, num_rows: int, num_columns: int) -> BufferRing:
+        shards = self._exchange.shards
         if kind not in self._rings:
-            shards = self._exchange.shards
             self._rings[kind] = BufferRing(shards.num_buffers, shards.buffer_rows(num_rows), num_columns)
-        return self._rings[kind]
+        ring = self._rings[kind]
+        assert ring.memory.shape[1:] == (shards.buffer_rows(num_rows), num_columns), "layers differ in their shapes"
+        return ring
 
 
 def make_projections(groups: ModelGroups) -> Projections:
     """Return the maker of a stage's projections."""
-    return Projections() if groups.linear_shards is None else CpProjections(groups.linear_shards, groups.shard_linear)
+    return Projections() if groups.linear_shards is None else CpProjections(groups.linear_shards, groups.projections)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from cluster.spec.checks import ModelLimits, layout_problems, prefill_problems
+from cluster.spec.checks import ModelLimits, layout_problems, ring_problems
 from cluster.spec.config import AnyParallel, PrefillConfig
 from cluster.spec.errors import UserError
 from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, KvPart, attention_group
@@ -171,9 +171,9 @@ class DecoderConfig:
         if problems := layout_problems(parallel, path, self.limits):
             raise UnsupportedModelError("; ".join(map(str, problems)))
 
-    def check_prefill(self, prefill: PrefillConfig) -> None:
-        """Raise UnsupportedModelError if prefill ranks cannot divide pages or projections as configured."""
-        if problems := prefill_problems(prefill, self.limits):
+    def check_ring(self, prefill: PrefillConfig) -> None:
+        """Raise UnsupportedModelError if prefill ranks cannot each hold a part of the pages."""
+        if problems := ring_problems(prefill, self.limits):
             raise UnsupportedModelError("; ".join(map(str, problems)))
 
     def checkpoint_name(self, path: str) -> str:

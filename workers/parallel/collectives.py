@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -75,6 +76,10 @@ class Pending:
             with self._translated():
                 work.wait()
 
+    def drop(self) -> None:
+        """Forget the collective, which may keep connections open, because this rank leaves the group."""
+        self._work = None
+
 
 Observe = Callable[[str, float, float], None]
 """Callback with a collective's name, start and end. Times are in seconds of ``time.monotonic``."""
@@ -99,6 +104,7 @@ class Communicator:
         self.observe: Observe | None = None
         """Callback at the end of every call."""
         self._backend = backend
+        self._running: WeakSet[Pending] = WeakSet()
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
         """Fill ``out [size * n, ...]`` with every member's ``tensor [n, ...]``, by rank. Both are contiguous."""
@@ -164,12 +170,16 @@ class Communicator:
     def destroy(self) -> None:
         """Leave the group. Peers' calls that still need this member fail."""
         backend, self._backend = self._backend, None
+        for pending in list(self._running):
+            pending.drop()
         if backend is not None:
             backend.leave()
 
     def _start(self, call: str, begin: Callable[[], Work]) -> Pending:
         with self._translated(call):
-            return Pending(begin(), lambda: self._translated(call))
+            pending = Pending(begin(), lambda: self._translated(call))
+        self._running.add(pending)
+        return pending
 
     @contextmanager
     def _translated(self, call: str) -> Iterator[None]:
@@ -307,9 +317,10 @@ class ModelGroups:
     moe_block: Communicator = field(default_factory=partial(Communicator, "moe_block"))
     """All ranks that together hold the experts."""
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
-    shard_linear: Communicator = field(default_factory=partial(Communicator, "shard_linear"))
-    """CP ranks that store the stage's query and output projections together. Only they use this group, so that weights
-    do not wait for KV."""
+    projections: Communicator = field(default_factory=partial(Communicator, "projections"))
+    """CP ranks that store a stage's query and output projections together. Nothing else is sent in this group, so that
+    weights and KV do not wait for each other.
+    """
     linear_shards: LinearShards | None = None
     """Division of these projections. None if every rank stores all of them."""
 
@@ -346,7 +357,7 @@ class ModelGroups:
     @property
     def all(self) -> tuple[Communicator, ...]:
         """Return all groups, each once."""
-        groups = (self.tp, self.dp, self.moe_shards, self.moe_block, self.shard_linear)
+        groups = (self.tp, self.dp, self.moe_shards, self.moe_block, self.projections)
         return tuple({id(group): group for group in groups}.values())
 
     @contextmanager

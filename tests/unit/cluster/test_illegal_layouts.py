@@ -172,7 +172,7 @@ def test_a_ring_is_refused_for_a_model_with_sliding_windows(
     with pytest.raises(ConfigError, match=message):
         check_model(config, tmp_path, lambda _: None)
     with pytest.raises(UserError, match=message):
-        read_model_config(tmp_path).check_prefill(config.prefill)
+        read_model_config(tmp_path).check_ring(config.prefill)
 
 
 sizes = st.integers(1, 8)

@@ -81,6 +81,44 @@ def failed(plan: Plan) -> dict[str, str]:
     return {check.rule: check.detail for check in plan.checks if not check.passed}
 
 
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 64,
+    "vocab_size": 256,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(("way", "num_layers", "sent"), [("broadcast", 3 + 2, 7), ("gather", 7 / 3 + 2, 7 * 2 / 3)])
+def test_projections_that_cp_ranks_hold_together_are_counted(
+    baton: RunBaton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, num_layers: float, sent: float
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "config.json").write_text(json.dumps(LATENT))
+    prefill = f"prefill: {{parallel: {{cp: 3}}, shard_linear: {way}}}"
+    text = f"model: {{path: {tmp_path}}}\n{prefill}\nresources: {{device: cuda}}"
+    (file := tmp_path / "f.yaml").write_text(text)
+    found = plan_of(text).projections
+    assert found is not None
+    layer_bytes = 2 * (256 * 8 * (128 + 64) + 8 * 128 * 512)
+    assert found.whole_bytes == 7 * layer_bytes
+    assert found.held_bytes == pytest.approx(num_layers * layer_bytes, rel=0.01)
+    assert found.step_bytes == pytest.approx(sent * layer_bytes, rel=0.01)
+    assert 0 < found.exposed_s < found.transfer_s
+    shown = baton("plan", str(file))[1]
+    assert f"shard_linear {way}: a prefill worker holds " in shown
+    assert "at an assumed 200 GB/s, of which a step of 8,192 new tokens" in shown
+    assert plan_of(f"model: {{path: {tmp_path}}}\nprefill: {{parallel: {{cp: 3}}}}").projections is None
+
+
 def test_json_has_the_documented_shape(baton: RunBaton, tmp_path: Path) -> None:
     file = tmp_path / "f.yaml"
     (tmp_path / "config.json").write_text(json.dumps(WITH_EXPERTS))

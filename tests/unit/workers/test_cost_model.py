@@ -281,6 +281,22 @@ def test_an_exchange_behind_work_is_free_as_far_as_it_can_be_hidden(passing: Pas
     assert costs[2] - RATES.exchange_s == pytest.approx(free_s, rel=5e-3)
 
 
+@pytest.mark.parametrize("strategy", [Strategy.NONE, Strategy.ZIGZAG])
+def test_weights_of_other_ranks_delay_a_step_as_far_as_no_work_hides_them(strategy: Strategy) -> None:
+    shape = dataclasses.replace(SHAPE, weight_bytes=5_000_000)
+    layer_s = RATES.exchange_s + 5_000_000 / RATES.exchange_bytes_per_s
+
+    def added_s(num_tokens: int, rates: Rates) -> float:
+        with_weights, without = (estimate(strategy, [num_tokens], [0], 2, rates, each) for each in (shape, SHAPE))
+        return with_weights - without
+
+    hidden = dataclasses.replace(RATES, hidden_share=1.0)
+    assert added_s(9000, RATES) == pytest.approx(SHAPE.num_layers * layer_s)
+    # Nothing hides transfers in the last layer.
+    assert added_s(9000, hidden) == pytest.approx(layer_s)
+    assert layer_s < added_s(20, hidden) <= SHAPE.num_layers * layer_s
+
+
 def test_communication_that_is_not_overlapped_uses_one_call() -> None:
     unmerged = dataclasses.replace(RATES, merge_row_s=1.0)
     assert estimate(Strategy.ZIGZAG, [9000], [0], 2, unmerged) < 10

@@ -277,9 +277,17 @@ def test_kv_groups_cover_the_whole_model(raw_config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "dtype", "expected"),
     [
-        (WINDOWS, "bfloat16", (3, 61_440, 8192, 256, 128, 128, 256, 0, 0, ((8, 2),), None, 0, 0)),
-        (MIXTRAL | {"num_key_value_heads": 1}, "bfloat16", (2, 94_208, 4096, 256, 64, 128, 256, 0, 0, (), None, 0, 0)),
-        (QWEN2_MOE | {"mlp_only_layers": [0]}, "float32", (2, 69_120, 8192, 256, 256, 256, 256, 0, 0, (), None, 0, 0)),
+        (WINDOWS, "bfloat16", (3, 61_440, 8192, 256, 128, 128, 256, 0, 0, ((8, 2),), None, 0, 0, 0)),
+        (
+            MIXTRAL | {"num_key_value_heads": 1},
+            "bfloat16",
+            (2, 94_208, 4096, 256, 64, 128, 256, 0, 0, (), None, 0, 0, 0),
+        ),
+        (
+            QWEN2_MOE | {"mlp_only_layers": [0]},
+            "float32",
+            (2, 69_120, 8192, 256, 256, 256, 256, 0, 0, (), None, 0, 0, 0),
+        ),
     ],
 )
 def test_cost_is_that_of_an_average_layer(

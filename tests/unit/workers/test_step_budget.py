@@ -164,6 +164,15 @@ def test_fixed_costs_are_a_twentieth_of_an_efficient_step(cp: int, chunk_tokens:
     assert share == pytest.approx(min(1.0, 20 * fixed_s / (SHAPE.num_layers * (linear_s + pairs_s))))
 
 
+def test_an_efficient_step_takes_as_long_as_the_transfers_that_it_hides() -> None:
+    shape = replace(SHAPE, weight_bytes=100_000_000)
+    exposed, hidden = (Rates(step_s=0.0, run_s=0.0, exchange_s=0.0, hidden_share=share) for share in (0.0, 1.0))
+    weights_s = shape.num_layers * shape.weight_bytes / hidden.exchange_bytes_per_s
+    chunk_s = weights_s / efficient_share(shape, hidden, 2, 20_000)
+    assert efficient_share(shape, exposed, 2, 20_000) == pytest.approx(min(1.0, 20 * weights_s / chunk_s))
+    assert weights_s < chunk_s
+
+
 @given(
     layers=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     speeds=st.lists(st.floats(1e9, 1e13), min_size=4, max_size=4),
