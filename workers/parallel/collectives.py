@@ -104,7 +104,8 @@ class Communicator:
         self.observe: Observe | None = None
         """Callback at the end of every call."""
         self._backend = backend
-        self._running: WeakSet[Pending] = WeakSet()
+        self._started: WeakSet[Pending] = WeakSet()
+        """Collectives that somebody still holds."""
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
         """Fill ``out [size * n, ...]`` with every member's ``tensor [n, ...]``, by rank. Both are contiguous."""
@@ -170,7 +171,7 @@ class Communicator:
     def destroy(self) -> None:
         """Leave the group. Peers' calls that still need this member fail."""
         backend, self._backend = self._backend, None
-        for pending in list(self._running):
+        for pending in list(self._started):
             pending.drop()
         if backend is not None:
             backend.leave()
@@ -178,7 +179,7 @@ class Communicator:
     def _start(self, call: str, begin: Callable[[], Work]) -> Pending:
         with self._translated(call):
             pending = Pending(begin(), lambda: self._translated(call))
-        self._running.add(pending)
+        self._started.add(pending)
         return pending
 
     @contextmanager
