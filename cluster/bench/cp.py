@@ -6,6 +6,7 @@ Each round measures one rank alone and then the group, so that a change in the m
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import truediv
 from statistics import median
 from typing import Any
 
@@ -63,6 +64,8 @@ class CpResult:
     """Time of one rank alone, divided by cp times the group's time."""
     exposed_comm_share: float
     """Fraction of the step that the least-waiting rank spends in collectives; other ranks also wait for its work."""
+    exposed_projections_share: float
+    """The same for the projections that ranks send to each other with `--shard-linear`."""
 
 
 def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
@@ -132,7 +135,8 @@ Steps = Sequence[list[StepTime]]
 def summarize(way: Way, prompt_len: int, choice: StrategyChoice, steps: Steps, alone: Steps) -> CpResult:
     """Return the result for one configuration; ``alone`` has the steps of a single rank in the same rounds."""
     totals_s = [max(rank.seconds for rank in ranks) for ranks in steps]
-    shares = [min(rank.waited_s for rank in ranks) / total_s for ranks, total_s in zip(steps, totals_s, strict=True)]
+    waits_s = [min(rank.waited_s for rank in ranks) for ranks in steps]
+    projections_s = [min(rank.projections_s for rank in ranks) for ranks in steps]
     ratios = [single.seconds / (way.cp * total_s) for [single], total_s in zip(alone, totals_s, strict=True)]
     return CpResult(
         prompt_len=prompt_len,
@@ -142,5 +146,6 @@ def summarize(way: Way, prompt_len: int, choice: StrategyChoice, steps: Steps, a
         prefill_ms=median(totals_s) * 1e3,
         estimate_ms=None if choice.estimate_s is None else choice.estimate_s * 1e3,
         efficiency=median(ratios),
-        exposed_comm_share=median(shares),
+        exposed_comm_share=median(map(truediv, waits_s, totals_s)),
+        exposed_projections_share=median(map(truediv, projections_s, totals_s)),
     )

@@ -41,7 +41,7 @@ def test_cp_prints_a_line_for_every_length_and_strategy(capfd: pytest.CaptureFix
             assert (line["efficiency"], line["exposed_comm_share"]) == (1.0, 0.0)
         if line["strategy"] == "contiguous":
             assert line["chosen"] in ("contiguous pass_kv", "contiguous pass_q")
-            assert 0 < line["exposed_comm_share"] < 1
+            assert 0 < line["exposed_projections_share"] < line["exposed_comm_share"] < 1
 
 
 def test_cp_reports_a_rank_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:

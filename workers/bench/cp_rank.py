@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import time
+from operator import sub
 
 from msgspec.structs import replace
 
@@ -99,9 +100,10 @@ class CpBenchRank:
         plan = self._plan(choice, prompt_len, prefix_len)
         groups, runner, _ = self._groups[way.cp]
         groups.cp.barrier()
-        waited_before_s, start_s = _waited_s(groups), time.perf_counter()
+        before_s, start_s = _waits_s(groups), time.perf_counter()
         runner.execute(plan)
-        return StepTime(time.perf_counter() - start_s, _waited_s(groups) - waited_before_s)
+        seconds = time.perf_counter() - start_s
+        return StepTime(seconds, *map(sub, _waits_s(groups), before_s))
 
     def close(self) -> None:
         for groups, _, _ in self._groups.values():
@@ -129,6 +131,6 @@ class CpBenchRank:
         return StepPlan(step=1, shape=choice.shape, new_requests=[new], scheduled=[scheduled], releases=[new.room])
 
 
-def _waited_s(groups: RankGroups) -> float:
-    """Return the time that this rank has spent in collectives so far."""
-    return sum(group.waited_s for group in groups.all)
+def _waits_s(groups: RankGroups) -> tuple[float, float]:
+    """Return the time that this rank has spent in collectives so far: in all, and on projections of other ranks."""
+    return sum(group.waited_s for group in groups.all), groups.model.projections.waited_s

@@ -82,3 +82,5 @@ class StepTime:
     """Time from the common start to the end."""
     waited_s: float
     """Part of ``seconds`` that was spent in collectives."""
+    projections_s: float = 0.0
+    """Part of ``waited_s`` that was spent on projections of other ranks."""

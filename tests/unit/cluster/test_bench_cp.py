@@ -81,9 +81,9 @@ def test_the_slowest_rank_sets_the_time_and_the_busiest_the_exposed_share() -> N
     way = Way(cp=2, strategy=StrategySetting.AUTO)
     alone = [[StepTime(3.0, 0.0)], [StepTime(6.0, 0.0)], [StepTime(5.0, 0.0)]]
     rounds = [
-        [StepTime(2.0, 1.0), StepTime(1.0, 0.5)],
-        [StepTime(4.0, 2.0), StepTime(4.0, 0.0)],
-        [StepTime(1.0, 0.2), StepTime(2.0, 0.2)],
+        [StepTime(2.0, 1.0, 0.8), StepTime(1.0, 0.5, 0.4)],
+        [StepTime(4.0, 2.0, 1.0), StepTime(4.0, 0.0, 0.0)],
+        [StepTime(1.0, 0.2, 0.1), StepTime(2.0, 0.2, 0.2)],
     ]
     assert summarize(way, 8, choice, rounds, alone) == CpResult(
         prompt_len=8,
@@ -94,6 +94,7 @@ def test_the_slowest_rank_sets_the_time_and_the_busiest_the_exposed_share() -> N
         estimate_ms=1500.0,
         efficiency=0.75,
         exposed_comm_share=0.1,
+        exposed_projections_share=0.05,
     )
 
 

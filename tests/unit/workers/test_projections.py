@@ -102,12 +102,12 @@ def test_every_layer_uses_its_own_weights_in_every_step(
 
         def compute(group: Communicator) -> list[list[Tensor]]:
             stage = Stage(CpProjections(LinearShards(way, num_ranks, ahead), group), num_layers)
-            found = []
+            found, times = [], group.rank
             with torch.no_grad():
                 for x in inputs:
                     found.append(stage.step(x))
                     with group.alone():  # as often as each rank likes, and without an effect
-                        for _ in range(group.rank):
+                        for _ in range(times):
                             stage.queries[0](x)
             return found
 
