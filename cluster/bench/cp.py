@@ -65,7 +65,7 @@ class CpResult:
     exposed_comm_share: float
     """Fraction of the step that the least-waiting rank spends in collectives; other ranks also wait for its work."""
     exposed_projections_share: float
-    """The same for the projections that ranks send to each other with `--shard-linear`."""
+    """Fraction of the step that the least-waiting rank spends on projections of other ranks (`--shard-linear`)."""
 
 
 def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:

@@ -92,6 +92,21 @@ BAD_FILES = {
         "prefill: {mode: ring, passing: pass_kv}",
         ["prefill.passing: got pass_kv with prefill.parallel.cp = 1; allowed: auto, since a ring needs two ranks"],
     ),
+    "projections that no other rank can store": (
+        "prefill: {parallel: {tp: 2}, shard_linear: gather}",
+        [
+            "prefill.shard_linear: got gather with prefill.parallel.cp = 1; "
+            "allowed: none, since no other rank could store them"
+        ],
+    ),
+    "projections stored in an unknown way": (
+        "prefill: {parallel: {cp: 2}, shard_linear: off}",
+        ["prefill.shard_linear: got false; allowed: none, broadcast, gather"],
+    ),
+    "projections on decode": (
+        "decode: {shard_linear: gather}",
+        ["decode.shard_linear: unknown key; allowed: "],
+    ),
     "a ring that rank 0 should send": (
         "prefill: {parallel: {cp: 2}, mode: ring}\ntransfer: {mode: rank0}",
         [
