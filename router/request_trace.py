@@ -5,11 +5,14 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 import asyncio
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from cluster.spec.clock import ClockReading, Interval
 from cluster.spec.ids import Room
@@ -22,6 +25,8 @@ MAX_KEPT = 8
 """Maximum number of stored traces. The oldest one is deleted first."""
 GATHER_S = 30.0
 """Maximum time to wait for ranks, which answer between two steps."""
+_MOST_AT_ONCE = 500
+"""Number of events that are written without a break, in a few milliseconds."""
 _WRITES, _RECEIVING = "kv sender", "receiving"
 """Track of a prefill rank's writes, and name of the interval in which decode receives them."""
 
@@ -35,6 +40,8 @@ class RequestTrace:
     router: list[Interval] | None = None
     """Intervals of the router; None until the request has ended."""
     complete: asyncio.Event = field(default_factory=asyncio.Event)
+    _text: bytes | None = None
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def missing(self) -> list[str]:
@@ -51,20 +58,41 @@ class RequestTrace:
         Times are in microseconds since the request arrived. Times from other machines are shifted by the difference
         between their clock's offset from Unix time and that of ``clock``, the router's clock.
         """
+        return {"traceEvents": [*self._each(clock)]} | self._facts
+
+    async def text(self, clock: ClockReading) -> bytes:
+        """Return the JSON object, which is written once, with breaks for the events of other requests."""
+        async with self._writing:
+            if self._text is None or self.missing:
+                events = []
+                each = self._each(clock)
+                while some := [*itertools.islice(each, _MOST_AT_ONCE)]:
+                    events.append(msgspec.json.encode(some)[1:-1])
+                    await asyncio.sleep(0)
+                self._text = b'{"traceEvents":[%b],%b' % (b",".join(events), msgspec.json.encode(self._facts)[1:])
+            return self._text
+
+    def _each(self, clock: ClockReading) -> Iterator[dict[str, Any]]:
         assert self.router is not None, "the request has ended"
         origin_s = min((interval.start_s for interval in self.router), default=0.0)
-        events = list(_process(1, "router", self.router, origin_s))
+        yield from _process(1, "router", self.router, origin_s)
+        handoff = []
         parts = sorted(self.parts, key=lambda part: (part.replica.startswith("decode"), part.global_rank))
         for pid, part in enumerate(parts, start=2):
             is_local = part.clock.machine == clock.machine
             shift_s = 0.0 if is_local else part.clock.unix_offset_s - clock.unix_offset_s
-            events += _process(pid, _rank_name(part.replica, part.global_rank), part.intervals, origin_s - shift_s)
-        events += list(_arrows(events))
+            for event in _process(pid, _rank_name(part.replica, part.global_rank), part.intervals, origin_s - shift_s):
+                yield event
+                if event["name"] == _RECEIVING or event.get("cat") == _WRITES:
+                    handoff.append(event)
+        yield from _arrows(handoff)
+
+    @property
+    def _facts(self) -> dict[str, Any]:
         left_out = {
-            _rank_name(part.replica, part.global_rank): part.num_left_out for part in parts if part.num_left_out
+            _rank_name(part.replica, part.global_rank): part.num_left_out for part in self.parts if part.num_left_out
         }
         return {
-            "traceEvents": events,
             "displayTimeUnit": "ms",
             "otherData": {"ranks that did not answer": self.missing, "omitted intervals": left_out},
         }
@@ -136,9 +164,8 @@ def _process(pid: int, name: str, intervals: Sequence[Interval], origin_s: float
         }
 
 
-def _arrows(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _arrows(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield arrows from the writes of KV to the time in which decode receives it."""
-    events = list(events)
     target = next((event for event in events if event["name"] == _RECEIVING), None)
     if target is None:
         return

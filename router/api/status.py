@@ -94,7 +94,8 @@ def state_routes(service: Service) -> APIRouter:
     @router.get("/traces/{name}", dependencies=[key_needed(service)])
     async def trace(name: str) -> Response:
         """Return the trace of a recent traced request in Trace Event Format. Each router process has its own traces."""
-        return _json(_ended(name, await service.relay.traces.gather(name)).events(read_clock()))
+        ended = _ended(name, await service.relay.traces.gather(name))
+        return Response(await ended.text(read_clock()), media_type="application/json")
 
     return router
 

@@ -69,6 +69,20 @@ def test_arrows_lead_from_writes_to_the_time_in_which_decode_receives() -> None:
     assert [(end["pid"], end["ts"]) for end in ends.values()] == [(3, 1e6), (3, 2.5e6), (3, 4e6)]
 
 
+async def test_the_text_is_written_once_with_breaks() -> None:
+    intervals = [Interval("compute", f"step {number}", number, number + 1) for number in range(2000)]
+    trace = _trace([Interval("request", "stream", 0.0, 2000.0)], _rank_trace(intervals, HERE))
+    writing = [asyncio.create_task(trace.text(HERE)) for _ in range(2)]
+    num_passes = 0
+    while not writing[0].done():
+        await asyncio.sleep(0)
+        num_passes += 1
+    assert num_passes > 4
+    first, second = await asyncio.gather(*writing)
+    assert first is second
+    assert json.loads(first) == json.loads(json.dumps(trace.events(HERE)))
+
+
 def test_missing_ranks_are_named() -> None:
     trace = _trace([Interval("request", "stream", 1.0, 2.0)])
     assert trace.events(HERE)["otherData"]["ranks that did not answer"] == ["prefill-0 rank 0"]
