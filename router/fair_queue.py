@@ -46,7 +46,9 @@ class FairQueue(Generic[T]):
         self._now = 0.0
         """Virtual time: the latest begin of an item taken."""
         self._end_of: dict[str, float] = {}
-        """Virtual time at which each tenant's newest item ends."""
+        """Virtual time at which each tenant's newest item ends, without debts."""
+        self._debts: dict[str, float] = {}
+        """Virtual time by which each tenant's items begin later than their places say."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -56,11 +58,11 @@ class FairQueue(Generic[T]):
 
     @property
     def first(self) -> T:
-        return self._by_place[min(self._heads())].item
+        return min(self._heads())[1].item
 
     def push(self, item: T, tenant: str, cost: float, weight: float = 1.0, priority: int = 0) -> None:
         """Add an item. ``cost`` is the work that it takes, in any unit that all items of the queue share."""
-        begin, length = max(self._now, self._end_of.get(tenant, 0.0)), cost / weight
+        begin, length = max(self._now - self._debts.get(tenant, 0.0), self._end_of.get(tenant, 0.0)), cost / weight
         self._end_of[tenant] = begin + length
         place = _Place(priority, begin, next(self._numbers))
         self._entries[id(item)] = self._by_place[place] = _Entry(place, tenant, length, item)
@@ -82,21 +84,29 @@ class FairQueue(Generic[T]):
     def take(self, item: T) -> None:
         """Remove an item that is served, perhaps before its turn."""
         taken = self._entries[id(item)]
-        self._now = max(self._now, taken.place.begin)
+        self._now = max(self._now, taken.place.begin + self._debts.get(taken.tenant, 0.0))
         self._forget(taken)
+
+    def charge(self, tenant: str, cost: float, weight: float = 1.0) -> None:
+        """Let a tenant's items wait longer, because one took this much more work than its cost."""
+        if self._entries:
+            self._debts[tenant] = self._debts.get(tenant, 0.0) + cost / weight
 
     def behind_first(self) -> list[T]:
         """Return the first item of every tenant but that of the first item, in order, if it has the same priority."""
-        first, *others = sorted(self._heads())
-        return [self._by_place[head].item for head in others if head.priority == first.priority]
+        (first, _), *others = sorted(self._heads())
+        return [entry.item for place, entry in others if place.priority == first.priority]
 
     def least_entitled(self) -> T:
         """Return the newest item of the tenant with the most items: the one to drop if there are too many."""
         most = max(self._num_of.values())
         return next(entry.item for entry in reversed(self._entries.values()) if self._num_of[entry.tenant] == most)
 
-    def _heads(self) -> Iterator[_Place]:
-        return (line[0] for line in self._lines.values())
+    def _heads(self) -> Iterator[tuple[_Place, _Entry[T]]]:
+        """Yield the first entry of each tenant, after its place with the tenant's debt."""
+        for tenant, line in self._lines.items():
+            entry, debt = self._by_place[line[0]], self._debts.get(tenant, 0.0)
+            yield (entry.place._replace(begin=entry.place.begin + debt) if debt else entry.place), entry
 
     def _forget(self, entry: _Entry[T]) -> None:
         del self._entries[id(entry.item)], self._by_place[entry.place]
@@ -108,4 +118,5 @@ class FairQueue(Generic[T]):
             del self._lines[entry.tenant], self._num_of[entry.tenant]
         if not self._entries:  # nobody waits, so nobody is owed anything
             self._end_of.clear()
+            self._debts.clear()
             self._now = 0.0

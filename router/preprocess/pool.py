@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
@@ -52,6 +53,8 @@ _LEFT_S = 1.0
 """Maximum time that a process goes on after the client has left. A new process takes about as long to start."""
 MAX_WAITING = 2000
 """Maximum number of bodies that wait for a process."""
+_S_PER_BYTE = 1e-7
+"""Time to tokenize one byte of a text."""
 _RETRY_S = 1.0
 """Time after which a process that could not start is started again."""
 
@@ -118,7 +121,7 @@ class PreprocessPool:
         async with self._changed:
             if waiting.outcome.done():
                 return
-            self._waiting.push(waiting, waiting.tenant, len(waiting.job.body), waiting.weight)
+            self._waiting.push(waiting, waiting.tenant, waiting.cost_s, waiting.weight)
             if len(self._waiting) > MAX_WAITING:
                 dropped = self._waiting.least_entitled()
                 self._waiting.remove(dropped)
@@ -173,7 +176,11 @@ class PreprocessPool:
                 assert waiting is not None
                 self._waiting.take(waiting)
                 self._num_running[waiting.tenant] += 1
-            if not await self._do(process, waiting):
+            begin_s = time.monotonic()
+            is_well = await self._do(process, waiting)
+            more_s = time.monotonic() - begin_s - waiting.cost_s
+            self._waiting.charge(waiting.tenant, max(more_s, 0.0), waiting.weight)
+            if not is_well:
                 return waiting
             await self._release(waiting)
 
@@ -231,6 +238,8 @@ class _Waiting:
         self.job = job
         self.tenant = tenant
         self.weight = weight
+        self.cost_s = len(job.body) * _S_PER_BYTE
+        """Time that the job takes if it is simple."""
         self.was_killed = False
         """True if a process was killed by somebody else while it did this job, for which the job may be the reason."""
         self.outcome: asyncio.Future[Preprocessed | JsonText] = asyncio.get_running_loop().create_future()

@@ -52,6 +52,33 @@ def test_a_tenant_owes_nothing_for_items_that_left() -> None:
     assert [queue.pop(), queue.pop()] == ["b0", "a"]
 
 
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, LARGEST)), min_size=1, max_size=200))
+def test_work_beyond_the_cost_counts_like_cost(items: list[tuple[str, int]]) -> None:
+    """All items wait from the beginning, so their places do not know what they will take."""
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    for tenant, work in items:
+        queue.push((tenant, work), tenant, 1, WEIGHTS[tenant])
+    served = dict.fromkeys(WEIGHTS, 0.0)
+    while len({tenant for tenant, _ in queue}) == len(WEIGHTS):
+        tenant, work = queue.pop()
+        queue.charge(tenant, work - 1, WEIGHTS[tenant])
+        served[tenant] += work / WEIGHTS[tenant]
+        assert max(served.values()) - min(served.values()) <= 2 * LARGEST
+
+
+def test_a_tenant_that_paid_its_debt_owes_nothing_more() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(3):
+        queue.push(f"a{number}", "a", 1)
+    for number in range(9):
+        queue.push(f"b{number}", "b", 1)
+    assert queue.pop() == "a0"
+    queue.charge("a", 4)
+    assert [queue.pop() for _ in range(6)] == ["b0", "b1", "b2", "b3", "b4", "a1"]
+    queue.push("a3", "a", 1)
+    assert [queue.pop() for _ in range(5)] == ["b5", "a2", "b6", "b7", "a3"]
+
+
 def test_removed_items_are_not_served() -> None:
     queue: FairQueue[str] = FairQueue()
     for item in ("a0", "a1", "b0"):
