@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
@@ -14,8 +15,20 @@ MAX_READ_S = 0.005
 """Time in one pass of the event loop after which nothing more is read from connections."""
 MAX_UNREAD_BYTES = 128 << 20
 """Maximum size of the responses that clients have not read."""
+NUM_ACCEPTED = 16
+"""Maximum number of connections that are accepted in one pass of the event loop."""
+MAX_HEADS_BYTES = 64 << 20
+"""Maximum size of the request heads that have not arrived in full."""
 _IDLE_SHARE = 0.5
 """Maximum share of the process's file descriptors that connections take while they wait for their clients."""
+
+
+def handles_of(listener: socket.socket) -> list[socket.socket]:
+    """Return several handles of a listening socket, because libuv accepts one connection per handle and pass.
+
+    With one handle, new clients would wait for seconds while many others are read in each pass.
+    """
+    return [listener.dup() for _ in range(NUM_ACCEPTED)]
 
 
 class _Turns:
@@ -59,6 +72,9 @@ class Crowd:
         """Time that reading may still take in this pass."""
         self._unread: dict[asyncio.Transport, Hashable] = {}
         """Connections whose clients have to read before more is sent, with their clients, in order of their waits."""
+        self._heads: dict[asyncio.Transport, int] = {}
+        """Bytes of the unfinished head of each connection, the one that began first at first."""
+        self._num_head_bytes = 0
         self._idle: dict[asyncio.Transport, None] = {}
         """Connections that wait for their clients, the one that waits longest first."""
         self.max_idle = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * _IDLE_SHARE)
@@ -101,6 +117,18 @@ class Crowd:
 
     def forget_idle(self, wire: asyncio.Transport) -> None:
         self._idle.pop(wire, None)
+
+    def hold_head(self, wire: asyncio.Transport, num_bytes: int) -> None:
+        """Note the size of a connection's unfinished head. If all are too large, disconnect those that began first."""
+        self._num_head_bytes += num_bytes - self._heads.get(wire, 0)
+        self._heads[wire] = num_bytes
+        while self._num_head_bytes > MAX_HEADS_BYTES:
+            oldest = next(iter(self._heads))
+            self.forget_head(oldest)
+            oldest.abort()
+
+    def forget_head(self, wire: asyncio.Transport) -> None:
+        self._num_head_bytes -= self._heads.pop(wire, 0)
 
     def add_unread(self, wire: asyncio.Transport, client: Hashable) -> None:
         """Note that a client has to read before more is sent on a connection.

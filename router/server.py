@@ -15,6 +15,7 @@ import uvloop
 
 from cluster.bootstrap.client import watch_table
 from cluster.channel import AsyncInbox, Outbox
+from cluster.http_crowd import handles_of
 from cluster.spec.clock import LEASE_S, SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
@@ -195,7 +196,8 @@ class RouterServer:
         # Other processes may already accept requests on the port; this one joins them when it is ready.
         while self._share.num_processes > 1 and service.directory.snapshot is None and not server.should_exit:
             await asyncio.sleep(_TABLE_S)
-        await server.serve(sockets=listeners)
+        public, own = listeners
+        await server.serve(sockets=[*handles_of(public), own])
 
     async def _follow_table(self, relay: Relay) -> None:
         meeting = self._rendezvous

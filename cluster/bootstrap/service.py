@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.bootstrap.table import BootstrapTable, ErrorDetail, ErrorReply, TableRefusedError, WatchedTable
 from cluster.http_connection import BoundedHttpProtocol, Refusal
+from cluster.http_crowd import handles_of
 from cluster.spec.clock import LEASE_S, Clock, SystemClock
 from cluster.spec.errors import UserError
 from cluster.spec.ids import Incarnation, ReplicaId, is_router, parse_replica_id
@@ -99,7 +100,7 @@ class BootstrapServer:
 
     def _serve(self, server: uvicorn.Server, listener: socket.socket) -> None:
         try:
-            server.run(sockets=[listener])
+            server.run(sockets=handles_of(listener))
         finally:
             listener.close()
             self._stopped.set()

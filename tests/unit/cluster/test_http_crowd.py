@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from cluster import http_crowd
-from cluster.http_crowd import MAX_TURNS, MAX_UNREAD_BYTES, Crowd
+from cluster.http_crowd import MAX_HEADS_BYTES, MAX_TURNS, MAX_UNREAD_BYTES, Crowd
 
 
 async def test_only_a_few_requests_start_in_one_pass_of_the_loop() -> None:
@@ -110,6 +110,19 @@ def test_the_client_with_most_to_read_is_disconnected() -> None:
     crowd.add_unread(cast(Any, huge := Wire(MAX_UNREAD_BYTES + 1)), "mallory")
     assert not other.is_aborted
     assert huge.is_aborted
+
+
+def test_connections_whose_heads_began_first_are_aborted_if_all_are_too_large() -> None:
+    crowd = Crowd()
+    wires = [Wire(0) for _ in range(4)]
+    for wire in wires:
+        crowd.hold_head(cast(Any, wire), MAX_HEADS_BYTES // 8)
+    crowd.forget_head(cast(Any, wires[0]))
+    for wire in wires[2:]:
+        crowd.hold_head(cast(Any, wire), MAX_HEADS_BYTES // 2)
+    assert [wire.is_aborted for wire in wires] == [False, True, False, False]
+    crowd.hold_head(cast(Any, wires[0]), 1)
+    assert [wire.is_aborted for wire in wires] == [False, True, True, False]
 
 
 def test_the_connection_that_is_idle_for_longest_is_aborted_if_there_are_many() -> None:
