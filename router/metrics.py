@@ -26,6 +26,7 @@ _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
 _PHASE_S = (0.001, 0.005, 0.01, 0.05, 0.1, *_REQUEST_S)
 _TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20)
+_DIFFERENCES = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _PHASES_IN_DECODE = {"decode_queue": False, "prefill_queue": True, "communication": True, "delivery": False}
 """Phases of a prompt that decode computes itself; True for those at the replica that computes the prompt."""
 _PHASES = {**_PHASES_IN_DECODE, "bootstrap": True, "storage": True, "transfer": False}
@@ -107,6 +108,12 @@ class Metrics(Collector):
         self._cache_hits = count("prefix_cache_hits", "Looked-up prompt tokens found in a cache.")
         self.generation_tokens = count("generation_tokens", "Generated tokens.")
         self.skipped = count("prefill_skipped", "Prompts computed by decode (prefill.skip_below_tokens).")
+        self.parity_probes = count("parity_probes", "Parity probes (router.parity_probe_s), by result.", "result")
+        self.parity_difference = histogram(
+            "parity_probe_max_difference",
+            "Largest difference between log-probabilities in each parity probe, in nats.",
+            _DIFFERENCES,
+        )
         self.ttft_s = histogram(
             "time_to_first_token_seconds", "Time from the HTTP request to its first token.", _TTFT_S
         )

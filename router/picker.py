@@ -179,6 +179,8 @@ class Picker:
         decode = self._choose(
             Role.DECODE, self._with_pages(decodes, request.max_len, request.tenant) or decodes, request, room
         )
+        if request.is_probe:
+            return Route(prefill=None, decode=decode.peer)
         skip_below = self._skip_below_tokens
         if skip_below and len(request.prompt_ids) - self._cached_for_sure(decode.peer, request) < skip_below:
             return Route(prefill=None, decode=decode.peer)

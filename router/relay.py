@@ -31,6 +31,7 @@ from router.directory import LOOK_S, Directory
 from router.dispatch import RequestTable
 from router.errors import NotReadyError, QueueFullError
 from router.metrics import Metrics
+from router.parity_probe import ParityProbe
 from router.picker import Picker
 from router.request import (
     Action,
@@ -68,8 +69,14 @@ class Relay:
         clock: Clock,
         metrics: Metrics,
         on_change: Callable[[], None] = lambda: None,
+        parity: ParityProbe | None = None,
     ) -> None:
-        """Create the loop; ``on_change`` is called whenever replicas may have capacity for a waiting request."""
+        """Create the loop.
+
+        Args:
+            on_change: called whenever replicas may have capacity for a waiting request.
+            parity: chooses answers to record; None for none.
+        """
         self._request_timeout_s = config.router.request_timeout_s
         self._on_change = on_change
         self._picker = picker
@@ -78,6 +85,9 @@ class Relay:
         self._outbox = outbox
         self._clock = clock
         self._metrics = metrics
+        self._uncounted = Metrics()
+        """Metrics of parity probes, which nobody reads."""
+        self._parity = parity
         self.commands = Commands(requests.me, lambda peer, command: self._try_send(peer.address, command))
         self.traces = RequestTraces(requests.me.address, self._try_send)
         self._choices: dict[ChoiceId, OpenChoice] = {}
@@ -112,8 +122,9 @@ class Relay:
         now_s = self._clock.now_s()
         if reason := self._picker.why_full(requests, now_s):
             raise QueueFullError(reason)
-        self._metrics.on_open(requests)
-        answer = Answer(requests, self._stop_early, self._leave, self._backlog)
+        self._metrics_of(requests[0]).on_open(requests)
+        make = Answer if self._parity is None else self._parity.maker(requests)
+        answer = make(requests, self._stop_early, self._leave, self._backlog)
         answer.opened_s = now_s
         self._num_answers += 1
         self._idle.clear()
@@ -134,11 +145,14 @@ class Relay:
             shared = first if request.shares_prompt else None
             choice_id, actions = self._requests.open(request, deadline_s, self._clock.now_s(), shared)
             first = choice_id if shared is None else first
-            self._choices[choice_id] = OpenChoice(answer, index, self._metrics)
+            self._choices[choice_id] = OpenChoice(answer, index, self._metrics_of(request))
             self._perform(actions)
         self._wake_at(deadline_s)
         if end < len(answer.requests):
             asyncio.get_running_loop().call_soon(self._open_some, answer, end, first)
+
+    def _metrics_of(self, request: GenerateRequest) -> Metrics:
+        return self._uncounted if request.is_probe else self._metrics
 
     async def receive(self, inbox: AsyncInbox) -> None:
         while True:
@@ -266,7 +280,7 @@ class Relay:
         answer, submit = self._choices[action.choice_id].answer, action.submit
         answer.submits[action.choice_id] = submit
         if submit.prefill is None and submit.prompt_of is None:
-            self._metrics.skipped.add(1)
+            self._metrics_of(answer.requests[0]).skipped.add(1)
         if answer.is_traced:
             ranks = [record for peer in peers_of(submit) for record in self._directory.ranks(peer)]
             self.traces.begin(action.choice_id, submit.room, ranks)

@@ -85,7 +85,11 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True
     """Keys of the prompt's pages; None if no cache may be used."""
     shares_prompt: bool = False
     """True for every choice of a prompt but the first; its first attempt shares the first choice's KV in decode."""
+    request_id: str = ""
+    """Id of the HTTP request; empty if it has none."""
     arrived_s: float = 0.0
+    is_probe: bool = False
+    """True for a parity probe, which decode computes alone, and which counts in no metric of clients' requests."""
 
     choice_id: ChoiceId = ChoiceId(0)
     """Id of the choice; set when the request is opened, like the deadline."""
@@ -98,7 +102,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True
     output_ids: list[int] = msgspec.field(default_factory=list)
     """Tokens sent to the client, by all attempts."""
     avoided: frozenset[Peer] = frozenset()
-    """Replicas that failed an attempt."""
+    """Replicas to avoid if possible, such as those that failed an attempt."""
     num_retries: int = 0
     last_output_s: float = 0.0
     """Time of the current attempt's newest output or, before the first one, of the attempt's start."""

@@ -29,6 +29,7 @@ from router.connection import HttpProtocol
 from router.directory import Breakers, Directory, LoadBook
 from router.dispatch import RequestTable, max_unanswered
 from router.metrics import Metrics
+from router.parity_probe import ParityProbe
 from router.picker import Picker
 from router.preprocess.model import read_model
 from router.preprocess.pool import PreprocessPool
@@ -141,12 +142,13 @@ class RouterServer:
         most = max_unanswered(self._config.resources.step_timeout_s)
         requests = RequestTable(me, load, breakers, picker.pick, max_unanswered=most)
         gate = Gate(self._share.of(config.max_waiting_requests), config.max_wait_s)
+        parity = ParityProbe(self._config, self._share, directory, metrics) if config.parity_probe_s else None
         metrics.registry.register(StateMetrics(requests, directory, gate, picker.pages, clock, inbox))
         return Service(
             config=self._config,
             model=self._model,
             preprocess=PreprocessPool(self._config, self._model_folder, self._model),
-            relay=Relay(self._config, requests, directory, picker, outbox, clock, metrics, gate.look),
+            relay=Relay(self._config, requests, directory, picker, outbox, clock, metrics, gate.look, parity),
             requests=requests,
             directory=directory,
             metrics=metrics,
@@ -154,6 +156,7 @@ class RouterServer:
             limits=KeyLimits(config, self._share, clock),
             keys=self._keys,
             share=self._share,
+            parity=parity,
             tracing=self._tracing,
         )
 
@@ -183,6 +186,10 @@ class RouterServer:
             asyncio.create_task(service.preprocess.serve()),
             asyncio.create_task(running.stopped.wait()),
         }
+        if service.parity is not None:
+            open_answer, now_s = service.relay.open, service.relay.now_s
+            probing = service.parity.run(open_answer, lambda: service.gate.num_waiting > 0, now_s)
+            tasks.add(asyncio.create_task(probing))
         serving = asyncio.create_task(self._serve_http(server, listeners, service))
         self._running.set_result(running)
         await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)

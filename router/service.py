@@ -11,6 +11,7 @@ from router.directory import Directory
 from router.dispatch import RequestTable
 from router.metrics import Metrics
 from router.overview import Overview
+from router.parity_probe import ParityProbe
 from router.preprocess.model import ServedModel
 from router.preprocess.pool import PreprocessPool
 from router.records import Tracing
@@ -30,6 +31,8 @@ class Service:
     limits: KeyLimits
     keys: KeyRing
     share: RouterShare
+    parity: ParityProbe | None = None
+    """Parity probes; None if there are none."""
     tracing: Tracing | None = None
     """Recorder of spans; None if no collector is configured."""
     overview: Overview = field(default_factory=Overview)
@@ -43,8 +46,10 @@ class Service:
 
     @property
     def state(self) -> dict[str, object]:
-        return {
+        state: dict[str, object] = {
             "open": self.requests.num_open,
             "waiting": self.gate.num_waiting,
             "draining": self.relay.is_paused,
         }
+        num_mismatches = int(self.metrics.parity_probes.values.get(("mismatch",), 0))
+        return state | ({"parity_mismatches": num_mismatches} if num_mismatches else {})

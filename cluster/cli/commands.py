@@ -1,6 +1,7 @@
 """Commands for a cluster on this machine: `baton status`, `down`, `drain`, `resume`, `restart` and `scale`."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ from cluster.supervisor.commands import (
 )
 
 _NAME_HELP = "Name of the cluster; needed if several are running on this machine."
+_ROUTER_S = 2.0
+"""Maximum wait for the router, whose metrics are an extra."""
+_MISMATCHES = r'^baton_parity_probes_total\{result="mismatch"\} (\S+)$'
 Replica = Annotated[str, typer.Argument(help="Name of the replica, such as decode-0.", show_default=False)]
 Cluster = Annotated[str | None, typer.Option("--cluster", metavar="NAME", help=_NAME_HELP, show_default=False)]
 Grace = Annotated[
@@ -65,6 +69,8 @@ def status(
         console.print(_ranks(snapshot))
     for line in troubles:
         console.print(line, markup=False)
+    if num_mismatches := _num_mismatches(cluster):
+        console.print(f"parity probes found {num_mismatches} wrong answers; see `baton logs router`", markup=False)
 
 
 def _ask_driver(cluster: RunningCluster) -> list[str]:
@@ -76,6 +82,18 @@ def _ask_driver(cluster: RunningCluster) -> list[str]:
     except PeerUnreachableError:
         return []
     return answer.line.splitlines()
+
+
+def _num_mismatches(cluster: RunningCluster) -> int:
+    """Return the number of parity mismatches that the router reports, or 0 if it does not respond."""
+    import httpx
+
+    try:
+        metrics = httpx.get(f"{cluster.router_url}/metrics", timeout=_ROUTER_S).text
+    except httpx.HTTPError:
+        return 0
+    found = re.search(_MISMATCHES, metrics, re.MULTILINE)
+    return int(float(found[1])) if found else 0
 
 
 def _read_table(cluster: RunningCluster) -> TableSnapshot | None:

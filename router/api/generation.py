@@ -81,6 +81,7 @@ def _complete(
 ) -> None:
     """Add to a request what the headers say, and the ``keys`` of its first pages."""
     request.session_id, request.arrived_s = session_of(arrival, asked.session_id), arrival.arrived_s
+    request.request_id = arrival.request_id
     request.priority = priority_of(arrival, asked.priority)
     request.tenant, request.weight = arrival.tenant, arrival.weight
     request.dp_rank = dp_rank_of(arrival, service.config, asked.dp_rank)

@@ -15,13 +15,14 @@ from cluster.channel import Outbox
 from cluster.launch.kinds import WorkerActor
 from cluster.logs import ProcessLog
 from cluster.spec.ids import Room
+from cluster.spec.kv import PoolLayout
 from cluster.spec.messages import Message, Outputs
 from cluster.spec.registry import Endpoint
 from cluster.spec.sampling import Sampled
-from cluster.spec.transfer_messages import Done
+from cluster.spec.transfer_messages import Done, PageDigests
 from transfer.backends.interface import Region
 from transfer.backends.shared_memory import SharedMemoryBackend
-from transfer.page_range import Span, total_bytes
+from transfer.page_range import Span, total_bytes, wrong_pages
 
 FOLDER = "BATON_TEST_FAULTS"
 """Environment variable with the folder in which faults are requested."""
@@ -52,6 +53,8 @@ class Fault(StrEnum):
     """The last tokens of a stream do not arrive."""
     HANG = "hang"
     """The main thread of a rank hangs while it waits for the end of a step."""
+    ZERO = "zero"
+    """A page amid a handoff is zeroed after its digest was checked, so that decode uses it and no check notices."""
 
 
 def order(folder: Path, fault: Fault, times: int) -> None:
@@ -71,13 +74,16 @@ class FaultyWorker(WorkerActor):
 
     def __init__(self, log: ProcessLog, environ: Mapping[str, str]) -> None:
         super().__init__(log, environ)
-        saboteur = _Saboteur(Path(os.environ[FOLDER]))
+        saboteur = Saboteur(Path(os.environ[FOLDER]))
         saboteur.spoil_writes()
         saboteur.spoil_notifications()
         saboteur.spoil_steps()
+        saboteur.spoil_checked_pages()
 
 
-class _Saboteur:
+class Saboteur:
+    """Patches of this process's classes that inject the faults requested in a folder."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._repeated: tuple[str, Done] | None = None
@@ -115,6 +121,19 @@ class _Saboteur:
             return real(step)
 
         patch.object(BegunStep, "wait", wait).start()
+
+    def spoil_checked_pages(self) -> None:
+        """Inject faults between the check of received pages and their use."""
+
+        def check(pool: memoryview, layout: PoolLayout, reported: Sequence[PageDigests]) -> list[int]:
+            wrong = wrong_pages(pool, layout, reported)
+            pages = reported[0].pages
+            page = pages[len(pages) // 2]
+            if self._takes(Fault.ZERO, f"page {page}: zeroed after its check"):
+                pool[page * layout.page_bytes : (page + 1) * layout.page_bytes] = bytes(layout.page_bytes)
+            return wrong
+
+        patch("workers.handoff.page_checker.wrong_pages", check).start()
 
     def _write(self, write: Write, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
         what = f"a write of {len(spans)} spans, {total_bytes(spans)} bytes"

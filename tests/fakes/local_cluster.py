@@ -199,14 +199,18 @@ class LocalCluster:
             if chosen is not None:
                 replica.configure(chosen)
             replica.start()
-        snapshot = TableSnapshot(version=1, replicas=tuple(replica.entry for replica in self._replicas), reaped={})
         for replica in self._replicas:
-            self._outbox.send(replica.peer.address, TableUpdate(snapshot=snapshot))
+            self._outbox.send(replica.peer.address, TableUpdate(snapshot=self.snapshot))
         try:
             yield self
         finally:
             for replica in self._replicas:
                 replica.finish(self._outbox)
+
+    @property
+    def snapshot(self) -> TableSnapshot:
+        """Return the table with both replicas, for a router or the replicas themselves."""
+        return TableSnapshot(version=1, replicas=tuple(replica.entry for replica in self._replicas), reaped={})
 
     def records(self, role: Role) -> list[RankRecord]:
         """Return the rank records of a replica, by global rank."""

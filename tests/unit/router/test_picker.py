@@ -231,3 +231,12 @@ def test_a_restarted_replica_is_a_new_one() -> None:
     assert breakers.allows(peer_of("decode-0", 2), 1.0)
     breakers.forget(PEER)
     assert breakers.allows(PEER, 1.0)
+
+
+def test_decode_alone_computes_a_probe_and_not_the_replica_that_it_checks() -> None:
+    directory = Directory(grace_s=3.0)
+    directory.update(table_of(*map(entry_of, PEERS)), 0.0)
+    picker = Picker(DeployConfig(), directory, LoadBook(), Breakers(max_failures=1, open_s=10.0), random.Random(0))
+    probe = msgspec.structs.replace(ASK, is_probe=True)
+    picks = [picker.pick(probe, Room(1), frozenset([PEERS[2]]), 0.0) for _ in range(4)]
+    assert picks == [Route(prefill=None, decode=PEERS[3])] * 4
