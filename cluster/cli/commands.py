@@ -69,8 +69,8 @@ def status(
         console.print(_ranks(snapshot))
     for line in troubles:
         console.print(line, markup=False)
-    if num_mismatches := _num_mismatches(cluster):
-        console.print(f"parity probes found {num_mismatches} wrong answers; see `baton logs router`", markup=False)
+    if cluster.router_url and (count := num_mismatches(cluster.router_url)):
+        console.print(f"mismatches found by parity probes: {count}; see `baton logs router`", markup=False)
 
 
 def _ask_driver(cluster: RunningCluster) -> list[str]:
@@ -84,12 +84,12 @@ def _ask_driver(cluster: RunningCluster) -> list[str]:
     return answer.line.splitlines()
 
 
-def _num_mismatches(cluster: RunningCluster) -> int:
-    """Return the number of parity mismatches that the router reports, or 0 if it does not respond."""
+def num_mismatches(router_url: str) -> int:
+    """Return the number of parity mismatches that a router reports, or 0 if it does not respond."""
     import httpx
 
     try:
-        metrics = httpx.get(f"{cluster.router_url}/metrics", timeout=_ROUTER_S).text
+        metrics = httpx.get(f"{router_url}/metrics", timeout=_ROUTER_S).text
     except httpx.HTTPError:
         return 0
     found = re.search(_MISMATCHES, metrics, re.MULTILINE)

@@ -288,8 +288,8 @@ class RouterConfig(Node):
     request_timeout_s: PositiveSeconds = 3600.0
     """Seconds after which an unfinished request fails."""
     parity_probe_s: Annotated[float, Field(ge=0, le=1_000_000, strict=True)] = 0.0
-    """Seconds between parity probes, in which a decode replica computes a finished request again without caches, to
-    compare log-probabilities; 0 for none. A probe takes at most one step per 4 s of this time."""
+    """Seconds between parity probes, in which a decode replica computes a finished request again without caches and
+    log-probabilities are compared; 0 for none. Requests are probed up to `decode.chunk_tokens` per 4 s of this time."""
     drain_s: PositiveSeconds = 20.0
     """Seconds to wait at shutdown for open requests, and for pages that `hicache` still has to store."""
 
