@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from workers.context_parallel.cost_model import ChunkLen
+from workers.context_parallel.chunk_sizes import ChunkLen
 
 
 def bubble(times_s: Sequence[Sequence[float]], depth: int) -> float:

@@ -15,7 +15,8 @@ from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial, merge
 from workers.attention.runs import Run
-from workers.context_parallel.cost_model import ModelShape, Rates, computed_pairs, slowest
+from workers.context_parallel.chunk_sizes import slowest
+from workers.context_parallel.cost_model import ModelShape, Rates, computed_pairs
 from workers.device import Device
 from workers.engine.rank_groups import RankGroups
 from workers.layers.attention import AttentionContext, Expand

@@ -10,7 +10,7 @@ from math import ceil
 from typing import NamedTuple
 
 from cluster.spec.ids import Room
-from workers.context_parallel.cost_model import ChunkLen
+from workers.context_parallel.chunk_sizes import ChunkLen
 
 WINDOW = 32
 """Number of consecutive arrivals among which sequences with longer prefixes take precedence."""

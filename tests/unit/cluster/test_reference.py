@@ -17,7 +17,7 @@ from cluster.spec.version import VERSION
 from tests import readme
 from tests.configuration_page import reference_text
 
-MAX_KEYS = 76
+MAX_KEYS = 77
 
 
 def keys(kind: type[Node] = DeployConfig, path: str = "") -> list[str]:

@@ -11,6 +11,7 @@ from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, Str
 from tests.fakes.steps import requests_of
 from workers.attention.runs import Run
 from workers.context_parallel import cost_model
+from workers.context_parallel.chunk_sizes import even_chunk
 from workers.context_parallel.cost_model import (
     MIN_GAIN,
     TILE,
@@ -21,7 +22,6 @@ from workers.context_parallel.cost_model import (
     attended_pairs,
     computed_pairs,
     estimate_step_s,
-    even_chunk,
     undivided,
 )
 from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan, make_step_shape

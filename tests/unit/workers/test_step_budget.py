@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.ids import Room
-from workers.context_parallel.cost_model import ModelShape, Rates, efficient_share, even_chunk, slowest
+from workers.context_parallel.chunk_sizes import efficient_share, even_chunk, slowest
+from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.scheduler.step_budget import WINDOW, Budget, precedence
 
 CHUNK = 64
