@@ -27,6 +27,17 @@ _PHASE_S = (0.001, 0.005, 0.01, 0.05, 0.1, *_REQUEST_S)
 _TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20)
 _DIFFERENCES = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+_PHASE_TEXTS = (
+    ("decode_queue", "Time waiting for pages in decode."),
+    ("bootstrap", "Time waiting in prefill for decode's ticket and ranks."),
+    ("storage", "Time waiting in prefill for pages from storage."),
+    ("prefill_queue", "Time waiting in prefill for steps."),
+    ("prefill", "Time from the first wait for a step to the first token."),
+    ("communication", "Part of prefill's steps spent in collectives."),
+    ("transfer", "Time from the first token until decode has all KV."),
+    ("delivery", "Time of the first token from decode to the router."),
+)
+"""Phases of a prompt with a histogram each, and their descriptions."""
 _PHASES_IN_DECODE = {"decode_queue": False, "prefill_queue": True, "communication": True, "delivery": False}
 """Phases of a prompt that decode computes itself; True for those at the replica that computes the prompt."""
 _PHASES = {**_PHASES_IN_DECODE, "bootstrap": True, "storage": True, "transfer": False}
@@ -140,16 +151,7 @@ class Metrics(Collector):
         )
         self._phases_s = {
             name: histogram(f"request_{name}_time_seconds", help_text, _PHASE_S, "replica")
-            for name, help_text in (
-                ("decode_queue", "Time waiting for pages in decode."),
-                ("bootstrap", "Time waiting in prefill for decode's ticket and ranks."),
-                ("storage", "Time waiting in prefill for pages from storage."),
-                ("prefill_queue", "Time waiting in prefill for steps."),
-                ("prefill", "Time from the first wait for a step to the first token."),
-                ("communication", "Part of prefill's steps spent in collectives."),
-                ("transfer", "Time from the first token until decode has all KV."),
-                ("delivery", "Time of the first token from decode to the router."),
-            )
+            for name, help_text in _PHASE_TEXTS
         }
         self.generated = histogram("request_generation_tokens", "Tokens per answer.", _TOKENS)
         self._prompts = histogram("request_prompt_tokens", "Tokens per prompt.", _TOKENS)
