@@ -209,6 +209,7 @@ void add_values(const Scratch& s, float* out, const Block& block, const Block& n
 template <int R>
 void attend_few(const Scratch& s, int64_t row, const Block& block, const Block& next, const int* seen) {
   const int num_keys = *std::max_element(seen, seen + R);
+  if (num_keys == 0) return;
   score<R>(s, s.query + row * s.width, block, next, num_keys);
   for (int r = 0; r < R; ++r) weigh<R>(s, row, r, seen[r], num_keys);
   add_values<R>(s, s.out + row * s.width, block, next, num_keys);

@@ -130,6 +130,22 @@ def test_runs_over_pages(
         start += run.count
 
 
+@pytest.mark.parametrize("score", [3.0, 14.0, 24.0, 90.0])
+def test_rows_that_see_nothing_of_the_last_block_keep_their_sums(
+    native: AttentionBackend, dtype: torch.dtype, score: float
+) -> None:
+    """One key in the block before has a much larger score, and so a larger weight, than the others."""
+    run, marked = Run(0, 440, 16, 1), 386
+    pages = Pages(dtype, [run.last_position + 1], 1, 64, 16)
+    (kv,) = pages.kv
+    for position in range(len(kv)):
+        kv[position, 0] = score / 8 if position == marked else 0.0
+        pages.views[0][pages.tables[0][position // 16], :, position % 16] = kv[position, 0]
+    query = torch.ones(run.count, 1, 64, dtype=dtype)
+    result = native.prepare([run], pages.tables, 16).attend(query, *pages.views, params_for(query))
+    check_close(result, by_definition(query, kv[:, 0], kv[:, 1], run))
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=3), st.integers(1, 60), st.integers(0, 99))
 def test_all_queries_see_the_first_keys(
