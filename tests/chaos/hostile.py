@@ -37,6 +37,14 @@ BODIES: dict[str, Callable[[], dict[str, Any]]] = {
     "a text of 60 MB": lambda: {"prompt": "a b c d " * 7_500_000},
     "messages of 60 MB": lambda: {"messages": [{"role": "user", "content": "x" * 60_000_000}]},
     "a GBNF grammar of empty lines": lambda: {"prompt": "a", "guided_grammar": "root ::= " + "\n" * 50_000 + '"a"'},
+    "an ambiguous grammar": lambda: {
+        "prompt": [20, 21],
+        "guided_grammar": 'start: a\na: "x" | a a | " " | /[a-z]/ a',
+        "n": 64,
+        "max_tokens": 200,
+        "ignore_eos": True,
+        "temperature": 1.5,
+    },
     "an exponential automaton": lambda: {"prompt": "a", "guided_json": _PATTERNS},
     "10,000 properties": lambda: {"prompt": "a", "guided_json": _MANY},
     "a schema of 60 MB": lambda: {"prompt": "a", "guided_json": {"enum": ["x" * 1000] * 60_000}},
@@ -106,6 +114,15 @@ def hold_idle_connections(url: str) -> str:
         return _health(url)
 
 
+def hold_heads(url: str) -> str:
+    """Send all but the end of a large head on each of many connections, and return the answer to a request."""
+    head = b"GET /health HTTP/1.1\r\nx: " + b"x" * (63 << 10)
+    with _opened(url, NUM_LEAVING) as socks:
+        for sock in socks:
+            sock.sendall(head)
+        return _health(url)
+
+
 def burst_headers(url: str) -> str:
     """Send a head with very many headers on each of many connections, all at once, and return the last answer."""
     return _burst(url, 1000, b"GET /health HTTP/1.1\r\n" + b"a:b\r\n" * 10_000 + b"\r\n")
@@ -161,6 +178,7 @@ CONNECTIONS: dict[str, Callable[[str], str]] = {
     "an endless header": send_endless_header,
     "300 bodies that never arrive": hold_bodies,
     "idle connections": hold_idle_connections,
+    "7,000 unfinished heads of 63 KiB": hold_heads,
     "1,000 heads of 10,000 headers at once": burst_headers,
     "150,000 pipelined requests at once": burst_requests,
     "7,000 clients that leave together": leave_together,
