@@ -44,6 +44,21 @@ def test_keys_come_from_file_and_environment(tmp_path: Path) -> None:
     assert not ring.is_admin(b"")
 
 
+def test_a_salt_stays_with_its_key(tmp_path: Path) -> None:
+    """Names from the environment are numbers, which other keys have after a restart; names in a file are chosen."""
+    before, after = (
+        read_keys(RouterConfig(), {"BATON_API_KEYS": keys})
+        for keys in ("key-of-ann,key-of-bob", "key-of-eve,key-of-bob,key-of-ann")
+    )
+    salts = {name: ring.find(b"key-of-ann").salt for name, ring in (("before", before), ("after", after))}  # type: ignore[union-attr]
+    assert salts["before"] == salts["after"]
+    assert len({key.salt for key in [*before, *after]}) == 3
+    (renewed,), (old,) = (
+        read_keys(file_of(tmp_path, f"- {{name: ann, key: key-of-ann-{number}}}"), {}) for number in (1, 2)
+    )
+    assert renewed.salt == old.salt == "ann\0"
+
+
 def test_without_keys_it_is_open_and_has_no_administrator() -> None:
     ring = read_keys(RouterConfig(), {})
     assert not ring
