@@ -114,15 +114,6 @@ def hold_idle_connections(url: str) -> str:
         return _health(url)
 
 
-def hold_heads(url: str) -> str:
-    """Send all but the end of a large head on each of many connections, and return the answer to a request."""
-    head = b"GET /health HTTP/1.1\r\nx: " + b"x" * (63 << 10)
-    with _opened(url, NUM_LEAVING) as socks:
-        for sock in socks:
-            sock.sendall(head)
-        return _health(url)
-
-
 def burst_headers(url: str) -> str:
     """Send a head with very many headers on each of many connections, all at once, and return the last answer."""
     return _burst(url, 1000, b"GET /health HTTP/1.1\r\n" + b"a:b\r\n" * 10_000 + b"\r\n")
@@ -178,7 +169,6 @@ CONNECTIONS: dict[str, Callable[[str], str]] = {
     "an endless header": send_endless_header,
     "300 bodies that never arrive": hold_bodies,
     "idle connections": hold_idle_connections,
-    "7,000 unfinished heads of 63 KiB": hold_heads,
     "1,000 heads of 10,000 headers at once": burst_headers,
     "150,000 pipelined requests at once": burst_requests,
     "7,000 clients that leave together": leave_together,
