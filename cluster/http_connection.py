@@ -95,8 +95,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Bytes since the last packet with the end of a head, a part of a body, or the end of a request."""
     _has_begun_inside = False
     """True if the request began inside a packet, so that its first bytes are not counted."""
-    _has_held_head = False
-    """True if the crowd knows of an unfinished head."""
     _num_discarded = 0
     _is_deaf = False
     """True if what the client sends is discarded."""
@@ -193,10 +191,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._stage is not _Stage.END and not self._is_deaf:
             self._limit_rest(data)
         if self._stage is _Stage.HEAD and not self._is_deaf:
-            self._has_held_head = True
             self._crowd.hold_head(self._wire, self._num_head_bytes)
-        elif self._has_held_head:
-            self._has_held_head = False
+        else:
             self._crowd.forget_head(self._wire)
         self._count()
 

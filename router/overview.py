@@ -23,9 +23,9 @@ class Overview:
         self.recent: deque[Summary] = deque(maxlen=MAX_RECENT)
         """Summaries of the latest finished requests, newest first."""
 
-    def show(self, request_id: str, requests: Sequence[GenerateRequest]) -> "OpenRequest":
+    def show(self, requests: Sequence[GenerateRequest]) -> "OpenRequest":
         """Show an HTTP request with these choices as open until the returned context exits."""
-        return OpenRequest(self._open, request_id, requests)
+        return OpenRequest(self._open, requests)
 
     @property
     def num_open(self) -> int:
@@ -39,11 +39,8 @@ class Overview:
 class OpenRequest:
     """HTTP request that waits for capacity or is being answered."""
 
-    def __init__(
-        self, all_open: "dict[int, OpenRequest]", request_id: str, requests: Sequence[GenerateRequest]
-    ) -> None:
+    def __init__(self, all_open: "dict[int, OpenRequest]", requests: Sequence[GenerateRequest]) -> None:
         self._all_open = all_open
-        self._request_id = request_id
         self._requests = requests
         self.answer: Answer | None = None
         """None while the request waits for capacity."""
@@ -60,7 +57,7 @@ class OpenRequest:
     def entry(self, now_s: float) -> dict[str, Any]:
         first, answer = self._requests[0], self.answer
         return {
-            "id": self._request_id,
+            "id": first.request_id,
             "key": first.tenant,
             "age": now_s - first.arrived_s,
             "phase": "queue" if answer is None else "prefill" if answer.first_s is None else "decode",

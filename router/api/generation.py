@@ -120,7 +120,7 @@ async def _open_answer(
     """
     with (
         service.limits.open(arrival.caller, len(requests)) as account,
-        service.overview.show(arrival.request_id, requests) as shown,
+        service.overview.show(requests) as shown,
     ):
         begun_s = service.relay.now_s()
         cost = sum(request.decode_len for request in requests)

@@ -11,6 +11,7 @@ from starlette.responses import HTMLResponse, Response
 from cluster.spec.registry import RankRecord, ReplicaEntry
 from cluster.spec.version import VERSION
 from router.api.front import key_needed
+from router.connection import JsonAnswer
 from router.service import Service
 
 
@@ -26,7 +27,7 @@ def routes(service: Service) -> APIRouter:
     @router.get("/status", dependencies=[key_needed(service)])
     async def status() -> Response:
         """Return the status page's data."""
-        return Response(msgspec.json.encode(_status(service)), media_type="application/json")
+        return JsonAnswer(msgspec.json.encode(_status(service)))
 
     return router
 

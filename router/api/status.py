@@ -14,6 +14,7 @@ from cluster.spec.ids import Role
 from cluster.spec.version import VERSION
 from router.api.document import document
 from router.api.front import arrival_of, key_needed, preprocess
+from router.connection import JsonAnswer
 from router.errors import ApiError, NotReadyError
 from router.preprocess.body import shortened
 from router.preprocess.intake import check_model
@@ -89,13 +90,13 @@ def state_routes(service: Service) -> APIRouter:
         """Return the bootstrap table as this router last received it."""
         if service.directory.snapshot is None:
             raise NotReadyError("the bootstrap service has not answered yet")
-        return _json(service.directory.snapshot)
+        return JsonAnswer(msgspec.json.encode(service.directory.snapshot))
 
     @router.get("/traces/{name}", dependencies=[key_needed(service)])
     async def trace(name: str) -> Response:
         """Return the trace of a recent traced request in Trace Event Format. Each router process has its own traces."""
         ended = _ended(name, await service.relay.traces.gather(name))
-        return Response(await ended.text(read_clock()), media_type="application/json")
+        return JsonAnswer(await ended.text(read_clock()))
 
     return router
 
@@ -124,10 +125,6 @@ def _ended(name: str, trace: RequestTrace | None) -> RequestTrace:
     if trace.router is None:
         raise ApiError(HTTPStatus.CONFLICT, f"the request of trace {shortened(name)} has not ended")
     return trace
-
-
-def _json(content: object) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 async def _text(service: Service, request: Request, route: Route) -> Response:
