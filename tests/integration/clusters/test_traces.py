@@ -88,13 +88,14 @@ def test_the_phases_of_requests_under_load_add_up_to_the_time_to_first_token(clu
 
 def test_a_replayed_trace_hits_as_often_as_an_endless_cache_would(cluster: RunningCluster, tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", num_requests=40)
+    # Of two requests at once that share new pages, the second computes them as well, so there is one at a time.
     report = _bench(
-        cluster, "--dataset", str(trace), "--trace-scale", "0.25", "--trace-speed", "100", "--concurrency", "4"
+        cluster, "--dataset", str(trace), "--trace-scale", "0.25", "--trace-speed", "100", "--concurrency", "1"
     )
     assert (report["completed"], report["failed"]) == (40, 0)
     assert 0.2 < report["hit_rate"] < 0.95
     prompts = [prompt_ids(request) for request in trace_workload(read_trace(trace), scale=0.25).requests]
-    assert report["hit_rate"] == pytest.approx(unbounded_hit_rate(prompts, 64), abs=0.005)
+    assert report["hit_rate"] == unbounded_hit_rate(prompts, 64)
 
 
 def _bench(cluster: RunningCluster, *arguments: str) -> dict[str, Any]:
