@@ -87,10 +87,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     _reader: ReaderWatch | None = None
     """Watch over the client while a response waits for it."""
-    _arrived = b""
-    """Bytes that have arrived and wait to be read."""
-    _is_put_off = False
-    """True if reading is paused until this connection's turn."""
     _num_head_bytes = 0
     """Bytes since the last packet with the end of a head, a part of a body, or the end of a request."""
     _has_begun_inside = False
@@ -149,38 +145,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._reader.stop()
             self._reader = None
 
+    @property
+    def is_own_port(self) -> bool:
+        return self.server is not None and self.server[1] == self.own_port
+
+    @property
+    def address(self) -> str:
+        """Address of the client; empty if it is unknown."""
+        return self.client[0] if self.client else ""
+
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         if self._is_deaf:
             self._discard(data)
-        elif self._is_own_port:
-            self._read(data)
-        else:
-            self._arrived += data
-            if not self._is_put_off:
-                self._crowd.read(self._read_arrived, self.client[0] if self.client else "")
-            if self._arrived:
-                self._is_put_off = True
-                self._wire.pause_reading()
-
-    def _read_arrived(self) -> None:
-        data, self._arrived = self._arrived, b""
-        if self._wire.is_closing():
             return
-        if self._is_deaf:
-            self._discard(data)
-        else:
-            self._read(data)
-        if self._is_put_off:
-            self._is_put_off = False
-            if not self._wire.is_closing() and not self.flow.read_paused:
-                self._wire.resume_reading()
-
-    @property
-    def _is_own_port(self) -> bool:
-        return self.server is not None and self.server[1] == self.own_port
-
-    def _read(self, data: bytes) -> None:
         if self._stage is _Stage.END:
             self._stage = _Stage.HEAD
             self._has_begun_inside = False
@@ -242,7 +220,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         start = partial(super()._start_asgi_task, cycle, app)
-        if self._is_own_port:
+        if self.is_own_port:
             start()
         else:
             self._crowd.take_turn(start, partial(self.client_of, cycle.scope))

@@ -13,12 +13,16 @@ MAX_TURNS = 4
 """Maximum number of requests that start or lose their clients in one pass of the event loop."""
 MAX_READ_S = 0.005
 """Time in one pass of the event loop after which nothing more is read from connections."""
+MAX_WAITING_READS = 256
+"""Number of connections that wait to be read, above which little is taken from others."""
 MAX_UNREAD_BYTES = 128 << 20
 """Maximum size of the responses that clients have not read."""
 NUM_ACCEPTED = 16
 """Maximum number of connections that are accepted in one pass of the event loop."""
 MAX_HEADS_BYTES = 64 << 20
 """Maximum size of the request heads that have not arrived in full."""
+_BUFFER_BYTES, _PIECE_BYTES = 64 << 10, 1 << 10
+"""Maximum number of bytes that are taken from a connection at once, and while many wait to be read."""
 _IDLE_SHARE = 0.5
 """Maximum share of the process's file descriptors that connections take while they wait for their clients."""
 
@@ -37,14 +41,17 @@ class _Turns:
     def __init__(self) -> None:
         self._waiting: dict[Hashable, deque[Callable[[], object]]] = {}
         """The first client is the next."""
+        self._num_waiting = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+    def __len__(self) -> int:
+        return self._num_waiting
 
     def add(self, call: Callable[[], object], client: Hashable) -> None:
+        self._num_waiting += 1
         self._waiting.setdefault(client, deque()).append(call)
 
     def pop(self) -> Callable[[], object]:
+        self._num_waiting -= 1
         client = next(iter(self._waiting))
         own = self._waiting.pop(client)
         call = own.popleft()
@@ -64,6 +71,8 @@ class Crowd:
 
     def __init__(self) -> None:
         self._reads, self._turns = _Turns(), _Turns()
+        self._whole = memoryview(bytearray(_BUFFER_BYTES))
+        self._piece = self._whole[:_PIECE_BYTES]
         self._is_counting = False
         """True if something was read or had its turn in this pass."""
         self._num_left = MAX_TURNS
@@ -83,6 +92,15 @@ class Crowd:
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> "Crowd":
         return cls._crowds.get(loop) or cls._crowds.setdefault(loop, cls())
+
+    @property
+    def buffer(self) -> memoryview:
+        """Where the next bytes of a connection go. While many wait to be read, it is small, to limit what they hold."""
+        return self._whole if len(self._reads) < MAX_WAITING_READS else self._piece
+
+    def taken(self, num_bytes: int) -> bytes:
+        """Return a copy of the first bytes in the buffer."""
+        return bytes(self._whole[:num_bytes])
 
     def read(self, parse: Callable[[], object], client: Hashable) -> None:
         """Read what has arrived on a connection, in a later pass of the event loop if ``MAX_READ_S`` are over."""

@@ -16,6 +16,7 @@ import uvloop
 from cluster.bootstrap.client import watch_table
 from cluster.channel import AsyncInbox, Outbox
 from cluster.http_crowd import handles_of
+from cluster.http_reader import read_in_turn
 from cluster.spec.clock import LEASE_S, SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
@@ -235,7 +236,7 @@ async def _settle(tasks: set[asyncio.Task[Any]], serving: asyncio.Task[None]) ->
 def _uvicorn_config(service: Service, own_port: int) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(service),
-        http=type(HttpProtocol.__name__, (HttpProtocol,), {"own_port": own_port, "keys": service.keys}),
+        http=read_in_turn(type(HttpProtocol.__name__, (HttpProtocol,), {"own_port": own_port, "keys": service.keys})),
         ws="none",
         lifespan="off",
         log_config=None,

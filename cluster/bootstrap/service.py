@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.bootstrap.table import BootstrapTable, ErrorDetail, ErrorReply, TableRefusedError, WatchedTable
 from cluster.http_connection import BoundedHttpProtocol, Refusal
 from cluster.http_crowd import handles_of
+from cluster.http_reader import read_in_turn
 from cluster.spec.clock import LEASE_S, Clock, SystemClock
 from cluster.spec.errors import UserError
 from cluster.spec.ids import Incarnation, ReplicaId, is_router, parse_replica_id
@@ -136,7 +137,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=HttpProtocol,
+                http=read_in_turn(HttpProtocol),
                 ws="none",
                 log_config=None,
                 access_log=False,

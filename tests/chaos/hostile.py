@@ -23,7 +23,8 @@ WAIT_S = 90.0
 HEADER_BYTES = 131 << 20
 NUM_BODIES = 300
 NUM_LEAVING, NUM_SLOW = 7000, 14
-SPARE_DESCRIPTORS, HOLD_S = 100, 5.0
+NUM_HEADS, HEAD_BYTES = 7000, 64_000
+SPARE_DESCRIPTORS, ACCEPT_S, HOLD_S = 100, 1.0, 5.0
 FLOOD_REQUESTS, FLOOD_PROMPT_LEN = 1000, 300
 LIMITS = httpx.Limits(max_connections=FLOOD_REQUESTS)
 _PATTERNS = {"allOf": [{"type": "string", "pattern": f"(.*a{number}.*)"} for number in range(16)]}
@@ -131,6 +132,17 @@ def _burst(url: str, num_connections: int, sent: bytes) -> str:
         return _answer(socks[-1])
 
 
+def hold_heads(url: str) -> str:
+    """Send the beginning of a large head on each of many connections, all at once; return the answer to a request."""
+    with _opened(url, NUM_HEADS) as socks:
+        time.sleep(ACCEPT_S)
+        for sock in socks:
+            with suppress(ConnectionError):  # heads that began first are given up
+                sock.sendall(b"GET /health HTTP/1.1\r\na: " + b"x" * HEAD_BYTES)
+        time.sleep(HOLD_S)
+        return _health(url)
+
+
 def leave_together(url: str) -> str:
     """Send many bodies behind some that take long to read, leave all at once, and return the answer to a request."""
     slow = _request({"guided_json": _MANY})
@@ -171,6 +183,7 @@ CONNECTIONS: dict[str, Callable[[str], str]] = {
     "idle connections": hold_idle_connections,
     "1,000 heads of 10,000 headers at once": burst_headers,
     "150,000 pipelined requests at once": burst_requests,
+    "7,000 large heads without an end": hold_heads,
     "7,000 clients that leave together": leave_together,
 }
 ATTACKS = [*BODIES, *CONNECTIONS]

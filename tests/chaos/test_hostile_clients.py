@@ -24,6 +24,8 @@ NUM_CLIENTS, NUM_TOKENS = 20, 300
 BEGIN_S, ATTACK_S = 120.0, 180.0
 FLOOD_BEGINS_S = 5.0
 MOST_GROWTH_MIB = 300
+MOST_PAUSE_S = 1.0
+"""Pause of a stream that a busy machine does not explain. The report has the measured pauses, mostly below 0.25 s."""
 NAME = "test-chaos-hostile"
 ACCEPTED = {
     "1,024 choices",
@@ -33,6 +35,7 @@ ACCEPTED = {
     "log-probabilities of 128 choices",
     "deeply nested arguments",
     "idle connections",
+    "7,000 large heads without an end",
     "7,000 clients that leave together",
 }
 """Attacks that are legal requests; all others are refused with a reason."""
@@ -76,6 +79,7 @@ def test_an_attack_on_the_router(cluster: RunningCluster, name: str) -> None:
     assert listener_pid(cluster.url) == router, "the router was replaced"
     assert {replica: entry["incarnation"] for replica, entry in cluster.replicas().items()} == incarnations
     assert growth_mib <= MOST_GROWTH_MIB
+    assert line.longest_pause_s <= MOST_PAUSE_S
 
 
 def test_an_endless_header_to_the_bootstrap_service(cluster: RunningCluster) -> None:
