@@ -3,14 +3,14 @@
 import asyncio
 import json
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from cluster.spec.wire import TokenIds
 from router.errors import ApiError
@@ -19,12 +19,11 @@ from router.preprocess.job import Job, JsonText, Outcome, Preprocessed, Route, e
 from router.preprocess.model import read_model
 from router.preprocess.pool import PreprocessPool, _Process
 from router.preprocess.preprocessor import preprocess
-from router.preprocess.process import error_of
 from tests.chaos.faults import kill
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.router_cluster import MODEL, config_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
 CONTEXT = 1 << 20
 PATTERNS = {"allOf": [{"type": "string", "pattern": f"(.*a{number}.*)"} for number in range(16)]}
@@ -50,12 +49,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_folder(tmp_path_factory.mktemp("model"), max_context=CONTEXT)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(folder: Path) -> AsyncIterator[PreprocessPool]:
+    made = new_pool(folder)
+    async with served(made):
+        yield made
+
+
+def new_pool(folder: Path) -> PreprocessPool:
     config = config_of()
-    made = PreprocessPool(config, folder, read_model(config, folder))
-    serving = asyncio.create_task(made.serve())
-    yield made
+    return PreprocessPool(config, folder, read_model(config, folder))
+
+
+@asynccontextmanager
+async def served(pool: PreprocessPool) -> AsyncIterator[None]:
+    serving = asyncio.create_task(pool.serve())
+    yield
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
 
@@ -155,6 +164,13 @@ async def test_the_longest_bodies_of_a_tenant_leave_a_process_to_others(
     for _ in range(5):
         assert isinstance(await asyncio.wait_for(pool.run(job(prompt="a"), "alice"), 60), Preprocessed)
     assert not any(each.done() for each in hanging)
+    await cancelled(hanging)
+
+
+async def cancelled(tasks: list[asyncio.Task[Preprocessed | JsonText]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_job_ends_soon_after_its_client_has_left(pool: PreprocessPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,17 +189,15 @@ async def test_jobs_fail_while_no_process_can_start(
 ) -> None:
     python = sys.executable
     monkeypatch.setattr("router.preprocess.pool._RETRY_S", 0.05)
+    monkeypatch.setattr("router.preprocess.pool.NUM_PROCESSES", 1)
     monkeypatch.setattr(sys, "executable", program)
-    config = config_of()
-    made = PreprocessPool(config, folder, read_model(config, folder))
-    serving = asyncio.create_task(made.serve())
-    with pytest.raises(ApiError, match="cannot start the process that reads this request; try again") as caught:
-        await made.run(job(prompt="a"), "alice")
-    assert caught.value.status == 503
-    monkeypatch.setattr(sys, "executable", python)
-    assert isinstance(await asyncio.wait_for(_until_served(made), 60), Preprocessed)
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
+    made = new_pool(folder)
+    async with served(made):
+        with pytest.raises(ApiError, match="cannot start the process that reads this request; try again") as caught:
+            await made.run(job(prompt="a"), "alice")
+        assert caught.value.status == 503
+        monkeypatch.setattr(sys, "executable", python)
+        assert isinstance(await asyncio.wait_for(_until_served(made), 60), Preprocessed)
 
 
 async def _until_served(pool: PreprocessPool) -> Preprocessed | JsonText:
@@ -207,42 +221,24 @@ async def test_long_texts_do_not_pass_through_the_router(pool: PreprocessPool) -
     assert json.loads(made.text)["count"] > 1000
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "words"),
-    [
-        (-signal.SIGPROF, 400, "the body takes more than 10 s of processor time"),
-        (-signal.SIGABRT, 400, "the body takes more than 4 GiB of memory"),
-        (-signal.SIGKILL, 503, "the process that read this request was killed; try again"),
-        (1, 500, "internal error"),
-    ],
-)
-def test_the_exit_status_of_a_process_says_what_was_wrong(status: int, code: int, words: str) -> None:
-    error = error_of(status)
-    assert (error.status, str(error)[: len(words)]) == (code, words)
-
-
 async def test_only_so_many_bodies_wait_and_a_flood_is_dropped_first(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.preprocess.pool.MAX_WAITING", 6)
-    config = config_of()
-    made = PreprocessPool(config, folder, read_model(config, folder))
+    monkeypatch.setattr("router.preprocess.pool.NUM_PROCESSES", 1)
+    made = new_pool(folder)
     alice, *mallory = (asyncio.create_task(made.run(job(prompt="a"), tenant)) for tenant in ["alice", *["mallory"] * 9])
     dropped, waiting = await asyncio.wait(mallory, timeout=0.2)
     said = {str(task.exception()) for task in dropped}
     assert (len(dropped), said) == (4, {"6 requests wait to be read, most of them with this key; try again"})
-    serving = asyncio.create_task(made.serve())
-    assert all(isinstance(outcome, Preprocessed) for outcome in await asyncio.gather(alice, *waiting))
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
+    async with served(made):
+        assert all(isinstance(outcome, Preprocessed) for outcome in await asyncio.gather(alice, *waiting))
 
 
 async def test_waiting_jobs_fail_when_the_router_stops(folder: Path) -> None:
-    config = config_of()
-    made = PreprocessPool(config, folder, read_model(config, folder))
-    serving = asyncio.create_task(made.serve())
-    waiting = [asyncio.create_task(made.run(job(prompt="a b c d " * 1000), "alice")) for _ in range(3)]
-    await asyncio.sleep(0.1)
-    serving.cancel()
+    made = new_pool(folder)
+    async with served(made):
+        waiting = [asyncio.create_task(made.run(job(prompt="a b c d " * 1000), "alice")) for _ in range(3)]
+        await asyncio.sleep(0.1)
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert [str(outcome) for outcome in outcomes] == ["the router is stopping"] * 3
