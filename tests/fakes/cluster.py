@@ -4,7 +4,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,14 +21,17 @@ LOWEST_PORT = 20_000
 """Ray's workers use the ports below."""
 IS_UP = "stops the cluster"
 """Text that appears once every replica is ready. Before it, a failed replica ends the cluster."""
+CLUSTER = "BATON_TEST_CLUSTER"
+"""Variable with the cluster's name in the environment of each of its processes."""
 BATON = (str(Path(sys.executable).with_name("baton")),)
 
 
 class RunningCluster:
     """Cluster as clients and operators see it."""
 
-    def __init__(self, url: str, terminal: Terminal) -> None:
+    def __init__(self, url: str, terminal: Terminal, name: str = "") -> None:
         self.url = url
+        self.name = name
         self.terminal = terminal
 
     def table(self) -> dict[str, Any]:
@@ -53,6 +56,11 @@ class RunningCluster:
         start_s = time.monotonic()
         self.terminal.wait_until(condition, timeout_s)
         return time.monotonic() - start_s
+
+    def stop(self) -> None:
+        """Press Ctrl-C. The exit code must be 0."""
+        self.terminal.press(CTRL_C)
+        assert self.terminal.wait(STOP_S) == 0, self.terminal.screen
 
     def complete(self, prompt: list[int], max_tokens: int, **fields: Any) -> list[int]:
         """Return the greedy output token ids of a completion."""
@@ -90,16 +98,16 @@ def running_cluster(
     program: Sequence[str] = BATON,
     env: Mapping[str, str] | None = None,
     port: int | None = None,
+    end: Callable[[RunningCluster], None] = lambda cluster: cluster.stop(),
 ) -> Iterator[RunningCluster]:
-    """Run ``baton up`` on a terminal. Leaving the context presses Ctrl-C, and the exit code must be 0."""
+    """Run ``baton up`` on a terminal, and end it on leaving the context, by default in order."""
     port = port or free_port()
     command = up_command(deploy, name, port, *settings, arguments=arguments, program=program)
-    with Terminal(command, env) as terminal:
-        cluster = RunningCluster(f"http://127.0.0.1:{port}", terminal)
+    with Terminal(command, {**(env or {}), CLUSTER: name}) as terminal:
+        cluster = RunningCluster(f"http://127.0.0.1:{port}", terminal, name)
         terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
         yield cluster
-        terminal.press(CTRL_C)
-        assert terminal.wait(STOP_S) == 0, terminal.screen
+        end(cluster)
 
 
 def is_ready(url: str) -> bool:

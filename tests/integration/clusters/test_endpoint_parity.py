@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.cluster import RunningCluster, running_cluster
+from tests.fakes.cluster_ends import kill_its_driver
 from tests.fakes.generation import generate
 from tests.fakes.local_engine import prompts_of
 from tests.fakes.model_folder import TEMPLATE, write_model_folder
@@ -32,11 +33,21 @@ LENGTHS = (1, 2, 33, 64, 130, 5, 300)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("qwen3", ("prefill.strategy=interleave", "transfer.mode=rank0", "decode.parallel.dp=2")),
         pytest.param(
             "llama",
-            ("prefill.strategy=zigzag", "prefill.mode=ring", "prefill.chunk_tokens=100", "transfer.backend=mooncake"),
+            (
+                "prefill.strategy=zigzag",
+                "prefill.mode=ring",
+                "prefill.chunk_tokens=100",
+                "decode.parallel.dp=2",
+                "transfer.backend=mooncake",
+            ),
             marks=pytest.mark.mooncake,
+        ),
+        pytest.param(
+            "qwen3",
+            ("prefill.strategy=interleave", "transfer.mode=rank0", "decode.parallel.dp=2"),
+            marks=pytest.mark.full,
         ),
         pytest.param(
             "qwen3_moe",
@@ -50,7 +61,7 @@ def test_tokens_through_the_endpoint_equal_transformers(tmp_path: Path, family: 
     prompts = prompts_of(LENGTHS)
     name = f"parity-{family.replace('_', '-')}"
     settings = (f"model.path={folder}", "kv.page_size=16", *settings)
-    with running_cluster("deploy/local-cpu.yaml", name, *settings) as cluster:
+    with running_cluster("deploy/local-cpu.yaml", name, *settings, end=kill_its_driver) as cluster:
         with ThreadPoolExecutor(len(prompts)) as clients:
             ours = list(clients.map(lambda prompt: cluster.complete(prompt, NUM_TOKENS, model=family), prompts))
         sampled = [_sampled(cluster.url, family, stream) for stream in (False, True, False)]

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 
 from cluster.bench.dataset import read_trace
 from cluster.bench.workload import trace_workload
-from tests.fakes.cluster import RunningCluster, running_cluster
+from tests.fakes.cluster import RunningCluster
 from tests.fakes.recall_prompts import needle_prompt
 from tests.fakes.trace_events import arrows, check_trace, complete_events, process_names
 from tests.fakes.traces import prompt_ids, unbounded_hit_rate, write_trace
@@ -22,12 +21,6 @@ from tests.fakes.traces import prompt_ids, unbounded_hit_rate, write_trace
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 PAGE_SIZE = 64
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RunningCluster]:
-    with running_cluster("deploy/local-cpu.yaml", "test-traces") as running:
-        yield running
 
 
 def test_a_trace_shows_what_every_rank_did_for_one_request(cluster: RunningCluster, tmp_path: Path) -> None:
@@ -61,7 +54,7 @@ def test_a_trace_shows_what_every_rank_did_for_one_request(cluster: RunningClust
 def test_the_phases_of_requests_under_load_add_up_to_the_time_to_first_token(cluster: RunningCluster) -> None:
     def ask(seed: int) -> float:
         """Return the share of the client's time to first token that the phases explain."""
-        body = {"model": "recall", "prompt": needle_prompt(3000, 0.5, seed=seed), "max_tokens": 2, "stream": True}
+        body = {"model": "recall", "prompt": needle_prompt(1000, 0.5, seed=seed), "max_tokens": 2, "stream": True}
         begin_s = time.monotonic()
         with client.stream("POST", "/v1/completions", json=body) as response:
             waited_ms = 1000 * (time.monotonic() - begin_s)
@@ -76,8 +69,8 @@ def test_the_phases_of_requests_under_load_add_up_to_the_time_to_first_token(clu
         return ttft / waited_ms
 
     with httpx.Client(base_url=cluster.url, timeout=300) as client, ThreadPoolExecutor(8) as pool:
-        shares = sorted(pool.map(ask, range(200)))
-    print(f"shares of the client's time: least {shares[0]:.3f}, median {shares[100]:.3f}, most {shares[-1]:.3f}")
+        shares = sorted(pool.map(ask, range(48)))
+    print(f"shares of the client's time: least {shares[0]:.3f}, median {shares[24]:.3f}, most {shares[-1]:.3f}")
     assert shares[-1] <= 1
     reported = [
         f'baton_{name}_total{{rank="1",replica="prefill-0"}}' for name in ("kv_transfer_bytes", "rank_step_seconds")
