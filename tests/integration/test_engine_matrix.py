@@ -19,8 +19,8 @@ from tests.fakes.pairwise import Case, all_in_turn, all_pairs
 pytestmark = pytest.mark.integration
 
 WORKER = "tests.fakes.choosing_worker:WorkerWithCheapExchange"
-NUM_TOKENS = 40
-PAGE_SIZE = 16
+NUM_TOKENS = 20
+PAGE_SIZE = 8
 MOONCAKE: Case = {
     "family": "qwen3",
     "cp": 3,
@@ -36,10 +36,10 @@ WAYS: dict[str, list[Any]] = {
     "kv": KV_WAYS,
     "chunk_tokens": [4096, 37, 3],
 }
-CROSSED = WAYS | {"lengths": [(1,), (3, 1, 2), (200,), (1, 33, 64, 130, 5)]}
+CROSSED = WAYS | {"lengths": [(1,), (3, 1, 2), (60,), (1, 17, 32, 50, 5)]}
 CACHED = WAYS | {"caching": [set(Role), {Role.PREFILL}, {Role.DECODE}, set()], "batch": ["together", "in turn"]}
 TURNING: dict[str, list[Any]] = {"family": list(DENSE), "collectives": list(Collectives)}
-LONG, SHORT, *OTHERS = prompts_of((6 * PAGE_SIZE, 5, 70, 60, 1, 21, 9))
+LONG, SHORT, *OTHERS = prompts_of((6 * PAGE_SIZE, 5, 40, 30, 1, 11, 5))
 """Prompts that are cached, and parts of the prompts that extend them."""
 
 
