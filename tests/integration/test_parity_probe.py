@@ -26,14 +26,14 @@ pytestmark = pytest.mark.integration
 
 WORKER = "tests.fakes.forgetful_worker:ForgetfulWorker"
 PAGE_SIZE = 64
-PERIOD_S = 0.5
+PERIOD_S = 0.1
 PROMPT_LEN, NUM_TOKENS = 1000, 24
 PENALTIES = {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.2, "logit_bias": {"7": 2.0}}
 GREEDY = {"temperature": 0.0}
 
 
 class Probed:
-    """Cluster behind a router that probes an answer every half a second."""
+    """Cluster behind a router that probes an answer every tenth of a second."""
 
     def __init__(self, cluster: LocalCluster, http: httpx.Client, prompt_of: Callable[[int], list[int]]) -> None:
         self.cluster = cluster
@@ -76,7 +76,7 @@ def config_of(dtype: str) -> DeployConfig:
             "model": {"served_name": "recall", "dtype": dtype},
             "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.05},
             "prefill": {"parallel": {"cp": 2}, "strategy": "zigzag", "chunk_tokens": 300},
-            "decode": {"chunk_tokens": 16_384},
+            "decode": {"chunk_tokens": 81_920},
             "router": {"port": 0, "parity_probe_s": PERIOD_S},
         }
     )
