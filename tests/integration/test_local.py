@@ -22,7 +22,7 @@ from workers.models.resolve import resolve_model
 
 pytestmark = pytest.mark.integration
 
-PROMPT = needle_prompt(3000, 0.5)
+PROMPT = needle_prompt(1000, 0.5)
 FILES = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.mooncake] if "mooncake" in path.stem else [])
     for path in sorted((ROOT / "deploy").glob("local-*.yaml"))
@@ -45,7 +45,7 @@ def test_the_engine_answers_in_plain_processes() -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_replicas_of_every_file_for_one_machine_answer(cluster: LocalCluster, file: Path) -> None:
-    config = load_config(file, {})
+    config = load_config(file, {"kv.memory_gib": "0.05"})
     cluster.load(config, resolve_model(config.model.path))
     with cluster.running():
         (answer,) = cluster.generate([Prompt(PROMPT, Stopping(max_tokens=NEEDLE_TOKENS))])
