@@ -22,7 +22,7 @@ from cluster.spec.errors import UserError
 from cluster.spec.loader import parse_config
 from cluster.spec.memory import GIB
 from tests.fakes.checkpoints import make_checkpoint
-from workers.models.recall import build_recall_checkpoint
+from tests.fakes.model_folder import write_model_folder
 
 WAIT_S = 60.0
 
@@ -169,6 +169,10 @@ def test_a_bad_key_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) 
     assert str(result.exception).startswith("BATON_ADMIN_KEY: got 3 characters; allowed: 8 or more printable ASCII")
 
 
+def test_sound_files_pass_the_check(tmp_path: Path) -> None:
+    check_files(make_checkpoint(write_model_folder(tmp_path / "model"), "llama"))
+
+
 @pytest.mark.parametrize(
     ("break_files", "line"),
     [
@@ -185,9 +189,7 @@ def test_a_bad_key_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) 
 def test_missing_and_damaged_files_are_found_before_the_start(
     break_files: Callable[[Path], object], line: str, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "model"
-    build_recall_checkpoint(folder)
-    check_files(folder)
+    folder = make_checkpoint(write_model_folder(tmp_path / "model"), "llama")
     break_files(folder)
     with pytest.raises(UserError, match=re.escape(line)) as caught:
         check_files(folder)
