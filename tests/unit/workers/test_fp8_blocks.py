@@ -20,6 +20,7 @@ from tests.fakes.generation import generate
 from tests.fakes.loading_rank import groups_of
 from tests.fakes.thread_layout import on_thread_layout
 from tests.unit.workers.test_weights import Reads
+from workers.device import CPU
 from workers.engine.weights import check_weights, load_model
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import ModelGroups
@@ -42,6 +43,12 @@ RAGGED: dict[str, dict[str, Any]] = {
 """Models with partial blocks in the last rows and columns."""
 PROMPT = torch.randint(0, 256, (48,), generator=torch.Generator().manual_seed(1))
 NUM_TOKENS = 8
+
+
+@pytest.fixture(autouse=True)
+def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep bf16 weights as they were loaded, which the tests compare; some CPUs need them rearranged."""
+    monkeypatch.setattr(CPU, "packs_bf16", False)
 
 
 def layouts_of(family: str) -> list[dict[str, int]]:
