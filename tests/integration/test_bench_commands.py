@@ -73,9 +73,9 @@ def test_engine_prints_a_line_for_each_length() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which it would measure")
 @pytest.mark.parametrize("command", ["engine", "kernels"])
 def test_without_a_gpu_a_command_fails_with_one_line(command: str) -> None:
-    run = bench(command)
-    assert (run.returncode, run.stdout, len(run.stderr.splitlines())) == (1, "", 1)
-    assert "resources.device: got cuda, but torch" in run.stderr
+    result = CliRunner().invoke(app, ["bench", command])
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (1, "", 1)
+    assert "resources.device: got cuda, but torch" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ def test_an_unresponsive_collector_does_not_delay_shutdown(
     """The collector accepts connections and never answers. The exporter alone would wait for it and retry."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "4")
         clusters = run_cluster(folder)
         cluster = next(clusters)
         assert cluster.http.post("/v1/completions", json={"model": MODEL, "prompt": "abc"}).status_code == 200
