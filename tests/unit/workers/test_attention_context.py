@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.strategy import Passing, Strategy
@@ -144,7 +144,6 @@ def test_a_step_does_not_wait_for_the_gpu(
     assert all(slots == rows for slots, rows in stored)
 
 
-@settings(deadline=None, max_examples=150)
 @given(scenarios, st.booleans())
 def test_any_chunks_strategy_passing_and_cp_equal_the_oracle(scenario: Scenario, in_background: bool) -> None:
     results = on_thread_ranks(
@@ -153,7 +152,6 @@ def test_any_chunks_strategy_passing_and_cp_equal_the_oracle(scenario: Scenario,
     check_scenario(scenario, results)
 
 
-@settings(deadline=None, max_examples=150)
 @given(one_part_scenarios, st.booleans(), st.integers(1, 9))
 def test_values_inside_keys_and_keys_expanded_in_tiles_equal_the_oracle(
     scenario: Scenario, in_background: bool, most_expanded: int

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.registry import KvOwnership
@@ -56,7 +56,6 @@ def brute_force(scores: list[float], top_k: int) -> list[int]:
     return sorted(sorted(range(len(scores)), key=lambda key: (-scores[key], key))[:top_k])
 
 
-@settings(max_examples=100)
 @given(scenario=scenarios, in_background=st.booleans(), most=st.sampled_from([1, 40, 1 << 22]))
 def test_every_context_attends_to_the_keys_that_a_sort_selects(
     scenario: SelectedScenario, in_background: bool, most: int
