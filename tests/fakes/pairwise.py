@@ -9,7 +9,8 @@ Case = dict[str, Any]
 
 def all_pairs(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
     """Return cases that cover every pair of values. The selection is greedy and deterministic, but not minimal."""
-    names = list(factors)
+    # Pairs of the largest factors decide how many cases there are, so they are chosen first.
+    names = sorted(factors, key=lambda name: len(factors[name]), reverse=True)
     missing = {
         (a, i, b, j)
         for a, b in combinations(names, 2)
