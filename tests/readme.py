@@ -1,6 +1,11 @@
 """The documents as data: README.md and the pages of docs/, their fenced blocks and shell commands."""
 
+import os
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,3 +50,22 @@ def command(start: str) -> str:
     """Return the only command that starts with a text."""
     (found,) = (line for line in commands() if line.startswith(start))
     return found
+
+
+def installed(command: str) -> str:
+    """Return a command with the programs of this environment."""
+    return command.replace(".venv/bin/", f"{shlex.quote(str(Path(sys.executable).parent))}/")
+
+
+def run(command: str, env: Mapping[str, str] | None = None) -> str:
+    """Return what a command prints. Its exit code must be 0."""
+    done = subprocess.run(
+        ["bash", "-c", installed(command)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=ROOT,
+        env=os.environ | (env or {}),
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

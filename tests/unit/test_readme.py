@@ -14,11 +14,13 @@ from cluster.spec.config import AnyParallel, DeployConfig
 from tests import readme
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
 
+COMMANDS = "tests/integration/clusters/local_cpu/test_readme_commands.py"
 EXECUTED_IN = {
     "sudo apt-get install": ".ci/run",
-    "make serve": "tests/integration/clusters/test_readme.py",
-    "curl": "tests/integration/clusters/test_readme.py",
-    ".venv/bin/baton": "tests/integration/clusters/test_readme.py",
+    "make serve": "tests/integration/clusters/local_cpu/conftest.py",
+    "curl": COMMANDS,
+    **dict.fromkeys([f".venv/bin/baton {name}" for name in ("bench", "chat", "doctor", "plan", "status")], COMMANDS),
+    ".venv/bin/baton up": "tests/integration/clusters/test_readme.py",
     "ray job": "tests/integration/clusters/test_readme.py",
 }
 """The test that executes a command, by the command's first words."""

@@ -1,9 +1,7 @@
-"""README's commands as printed: one cluster from `make serve`, one with a model from the hub, one as a Ray job."""
+"""README's clusters, started as printed: with a model from the hub, and as a Ray job."""
 
-import json
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,7 +16,6 @@ from tests import readme
 from tests.fakes.cluster import answers
 from tests.fakes.hub import write_hub_cache
 from tests.terminal import Terminal
-from workers.models.recall import DEMO_ANSWER
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -29,50 +26,6 @@ STOP_S = 60.0
 NO_AGENT = "No available agent to submit job"
 
 
-@pytest.fixture(scope="class")
-def cluster() -> Iterator[Terminal]:
-    # The environment of the tests replaces the one that make would create. make allows no spaces in a target's path.
-    make = [*shlex.split(readme.command("make serve")), f"VENV={os.path.relpath(sys.prefix, readme.ROOT)}"]
-    with Terminal(make) as terminal:
-        terminal.wait_until(lambda: "stops the cluster." in terminal.output, START_S)
-        yield terminal
-        terminal.press(CTRL_C)
-        assert terminal.wait(STOP_S) == 0, terminal.screen
-
-
-@pytest.mark.usefixtures("cluster")
-class TestMakeServe:
-    def test_curl(self) -> None:
-        answer = json.loads(_shell(readme.command("curl")))
-        assert answer["choices"][0]["message"]["content"] == DEMO_ANSWER
-
-    def test_the_curl_that_serve_prints(self, cluster: Terminal) -> None:
-        (line,) = (line.strip() for line in cluster.output.splitlines() if line.strip().startswith("curl "))
-        assert "choices" in json.loads(_shell(line))
-
-    def test_openai_client(self) -> None:
-        (block,) = readme.blocks("python")
-        printed = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=120)
-        assert (printed.stdout, printed.stderr) == (DEMO_ANSWER, "")
-
-    def test_chat(self) -> None:
-        assert _shell(readme.command(".venv/bin/baton chat")) == DEMO_ANSWER + "\n"
-
-    def test_doctor(self) -> None:
-        assert "127.0.0.1:8000" in _shell(readme.command(".venv/bin/baton doctor"))
-
-    def test_plan(self) -> None:
-        assert "prefill-0" in _shell(readme.command(".venv/bin/baton plan"))
-
-    def test_status(self) -> None:
-        status = _shell(readme.command(".venv/bin/baton status"))
-        assert "prefill-0" in status
-        assert "decode-0" in status
-
-    def test_bench(self) -> None:
-        assert "8 completed, 0 failed" in _shell(readme.command(".venv/bin/baton bench"))
-
-
 def test_a_model_of_the_hub(tmp_path: Path) -> None:
     """The hub is a cache folder with a small checkpoint under the model's name. No file of the folder is imported."""
     name = "Qwen/Qwen3-0.6B"
@@ -80,7 +33,7 @@ def test_a_model_of_the_hub(tmp_path: Path) -> None:
         (tmp_path / f"{package}.py").write_text("raise SystemExit('imported from the current folder')")
     (tmp_path / "deploy").symlink_to(readme.ROOT / "deploy")
     write_hub_cache(tmp_path, name)
-    command = shlex.split(_installed(readme.command(".venv/bin/baton up")))
+    command = shlex.split(readme.installed(readme.command(".venv/bin/baton up")))
     with Terminal(command, {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}, tmp_path) as terminal:
         terminal.wait_until(_is_ready, START_S)
         served = httpx.get(f"{URL}/v1/models").json()["data"][0]["id"]
@@ -111,7 +64,7 @@ def test_ray_job(short_folder: str) -> None:
     with Terminal(shlex.split(head), env) as ray_head:
         ray_head.wait_until(lambda: answers("http://127.0.0.1:8299/api/version"), START_S)
         with _submitted(env) as job:
-            _shell(readme.command("ray job stop"), env)
+            readme.run(readme.command("ray job stop"), env)
             assert not answers(f"{URL}/health")
             job.wait(STOP_S)
         ray_head.press(CTRL_C)
@@ -135,20 +88,3 @@ def _is_ready_or_refused(job: Terminal) -> bool:
 
 def _is_ready() -> bool:
     return answers(f"{URL}/ready")
-
-
-def _installed(command: str) -> str:
-    return command.replace(".venv/bin/", f"{shlex.quote(str(Path(sys.executable).parent))}/")
-
-
-def _shell(command: str, env: Mapping[str, str] | None = None) -> str:
-    run = subprocess.run(
-        ["bash", "-c", _installed(command)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        cwd=readme.ROOT,
-        env=os.environ | (env or {}),
-    )
-    assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"
-    return run.stdout

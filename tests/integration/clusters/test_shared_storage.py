@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.spec.tiers import TierJobKind
 from tests.fakes.cluster import RunningCluster, running_cluster
-from tests.fakes.cluster_ends import kill_its_raylet
+from tests.fakes.cluster_ends import kill_its_raylet, signal_its_group
 from tests.fakes.recall_prompts import chain_prompt, recall_oracle
 from workers.hicache.storage.page_store import HEADER_BYTES
 
@@ -63,7 +63,7 @@ def test_replicas_read_what_others_have_stored_even_after_their_end(tmp_path: Pa
     """Pages that only the device has are stored before a cluster stops. Host memory has room for half of them."""
     changes = {"hicache.host_gib": 0.0025, "hicache.write": "write_back", "prefill.parallel.cp": 1}
     small = settings_of(tmp_path, **changes)
-    with running_cluster("deploy/local-cpu.yaml", "test-device-at-end", *small) as cluster:
+    with running_cluster("deploy/local-cpu.yaml", "test-device-at-end", *small, end=signal_its_group) as cluster:
         assert ask(cluster, PROMPT) == {"cached_tokens": 0}
         assert len(stored_bytes(tmp_path)) < NUM_PAGES
     assert len(stored_bytes(tmp_path)) == NUM_PAGES

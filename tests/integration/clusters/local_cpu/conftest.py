@@ -1,18 +1,26 @@
-"""The cluster of deploy/local-cpu.yaml, which all tests in this folder share."""
+"""The cluster of deploy/local-cpu.yaml, started as README says, which all tests in this folder share."""
 
+import os
+import shlex
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.fakes.cluster import RunningCluster, running_cluster
-from tests.fakes.cluster_ends import signal_its_group
+from tests import readme
+from tests.fakes.cluster import IS_UP, START_S, RunningCluster
+from tests.terminal import Terminal
 
-NAME = "test-local-cpu"
+NAME = "local-cpu"
 ADMIN_KEY = "key-of-the-administrator"
 
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[RunningCluster]:
-    env = {"BATON_ADMIN_KEY": ADMIN_KEY}
-    with running_cluster("deploy/local-cpu.yaml", NAME, env=env, end=signal_its_group) as running:
-        yield running
+    # The environment of the tests replaces the one that make would create. make allows no spaces in a target's path.
+    make = [*shlex.split(readme.command("make serve")), f"VENV={os.path.relpath(sys.prefix, readme.ROOT)}"]
+    with Terminal(make, {"BATON_ADMIN_KEY": ADMIN_KEY}) as terminal:
+        terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
+        cluster = RunningCluster("http://127.0.0.1:8000", terminal, NAME)
+        yield cluster
+        cluster.stop()

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def test_the_admin_key_is_in_no_environment_but_the_drivers(cluster: RunningClus
         with suppress(OSError):  # the process has just ended
             if ADMIN_KEY.encode() in (folder / "environ").read_bytes():
                 holding.add(int(folder.name))
-    assert holding == {find_running(NAME).process.pid}
+    driver = find_running(NAME).process.pid
+    assert holding == {driver, *_parents(driver, cluster.terminal.pid)}
 
 
 def test_scaling_and_restarts_under_load_fail_no_request(cluster: RunningCluster) -> None:
@@ -145,6 +147,13 @@ def test_a_lost_rank_restarts_its_replica(cluster: RunningCluster, replica: str,
     prompt = needle_prompt(500, 0.5)
     assert cluster.complete(prompt, NEEDLE_TOKENS) == recall_oracle(prompt, NEEDLE_TOKENS)
     cluster.wait_until(cluster.is_empty, 60)
+
+
+def _parents(pid: int, last: int) -> Iterator[int]:
+    """Yield the parents of a process up to the last, which were given the same environment."""
+    while pid != last:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        yield pid
 
 
 def _kill_listener(url: str) -> None:
