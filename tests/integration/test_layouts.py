@@ -39,7 +39,7 @@ keys.
 """
 TENSOR_PARALLEL: dict[str, list[Any]] = {
     "family": list(DENSE_MODELS),
-    "prefill": [ParallelConfig(cp=cp, tp=tp) for cp, tp in product((1, 2), (1, 2, 4)) if cp * tp < 8],
+    "prefill": [ParallelConfig(cp=cp, tp=tp) for cp, tp in ((1, 1), (1, 4), (2, 1), (2, 2))],
     "decode": [ParallelConfig(tp=tp) for tp in (1, 2, 4)],
     "kv": KV_WAYS,
     "chunk_tokens": [4096, 37],

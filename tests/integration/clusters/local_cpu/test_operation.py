@@ -70,7 +70,7 @@ def test_the_admin_key_is_in_no_environment_but_the_drivers(cluster: RunningClus
 
 
 def test_scaling_and_restarts_under_load_fail_no_request(cluster: RunningCluster) -> None:
-    first = cluster.replicas()["prefill-0"]["incarnation"]
+    first = cluster.replicas()["decode-0"]["incarnation"]
 
     def are(*names: str) -> None:
         cluster.wait_until(lambda: sorted(cluster.replicas()) == sorted(names), 60)
@@ -78,8 +78,8 @@ def test_scaling_and_restarts_under_load_fail_no_request(cluster: RunningCluster
     with streaming_clients(cluster.url, num_clients=2) as outcomes:
         assert _order("scale", "prefill=2", "decode=2") == (0, f"{NAME}: prefill: 2, decode: 2\n")
         are("prefill-0", "prefill-1", "decode-0", "decode-1")
-        assert _order("restart", "--rolling", "prefill-0") == (0, f"{NAME}: prefill-0: restarting\n{NAME}: restarted\n")
-        cluster.wait_until(lambda: _is_renewed(cluster, "prefill-0", first), 60)
+        assert _order("restart", "--rolling", "decode-0") == (0, f"{NAME}: decode-0: restarting\n{NAME}: restarted\n")
+        cluster.wait_until(lambda: _is_renewed(cluster, "decode-0", first), 60)
         assert _order("drain", "decode-0") == (0, f"{NAME}: decode-0: drained\n")
         assert _order("scale", "decode=1")[0] == 2, "the one that would stay takes no requests"
         assert _order("resume", "decode-0")[0] == 0

@@ -75,7 +75,7 @@ def test_the_same_clock_rings_first(vocab_size: int, keys: list[int]) -> None:
 
 def test_clocks_are_as_exact_near_their_ends() -> None:
     """A race between one token and one with a known time reveals each time to a few parts in a million."""
-    keys = torch.tensor([key_of(seed, 0) for seed in range(300)])
+    keys = torch.tensor([key_of(seed, 0) for seed in range(100)])
     times = sampler._exponentials(keys, 2)
     for share, winner in ((1 - 4e-6, 0), (1 + 4e-6, 1)):
         weights = torch.stack([times[:, 0], times[:, 1] * share], dim=1)
