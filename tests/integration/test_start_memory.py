@@ -103,7 +103,7 @@ def stored_bytes(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("family", "axes", "dtype"),
     [
-        ("llama", {"tp": 4}, "float32"),
+        pytest.param("llama", {"tp": 4}, "float32", marks=pytest.mark.full),
         ("llama", {"tp": 4}, "bfloat16"),
         ("llama", {"pp": 2}, "float32"),
         ("qwen3_moe", {"tp": 4, "ep": 4}, "float32"),
