@@ -2,10 +2,8 @@
 
 The protocol is uvicorn's with these changes. A request head has a maximum size and a deadline, and a body has a
 deadline. A refused client gets its answer, and the rest of its request is neither parsed nor kept. A client that does
-not read its response is disconnected. A response's head is sent together with the beginning of its body, because
-separate writes cost a system call, a packet, and a wakeup of the client. An offer to upgrade the protocol, such as the
-one to HTTP/2 from Java's client, is ignored, because httptools would treat the body as part of that protocol and lose
-it. Responses to HTTP/1.0 are not chunked: they end with the connection.
+not read its response is disconnected. An offer to upgrade the protocol, such as the one to HTTP/2 from Java's client,
+is ignored, because httptools would treat the body as part of that protocol and lose it.
 """
 
 import asyncio
@@ -14,13 +12,15 @@ from enum import Enum, auto
 from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
+from urllib.parse import unquote
 
 import httptools
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from starlette.types import ASGIApp, Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.http_crowd import Crowd
-from cluster.http_transports import JoiningTransport, ReaderWatch, UnchunkedTransport
+from cluster.http_cycle import Cycle
+from cluster.http_reader_watch import ReaderWatch
 from cluster.spec.clock import SystemClock
 
 MAX_HEAD_BYTES = 64 << 10
@@ -80,7 +80,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Port at which a request never waits for others to start: that of the process that watches this one."""
 
     _stage = _Stage.END
-    _running: RequestResponseCycle | None = None
+    _running: Cycle | None = None
     """Request being answered; others may have arrived after it."""
     _awaited: _Stage | None = None
     """Stage that the timer limits."""
@@ -94,6 +94,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _num_discarded = 0
     _is_deaf = False
     """True if what the client sends is discarded."""
+    _has_said_all = False
+    """True if no response follows."""
 
     def refused(self, refusal: Refusal) -> ASGIApp:
         """Return the application that answers a refused request."""
@@ -106,8 +108,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = cast(asyncio.Transport, transport)
         self._crowd = Crowd.of(self.loop)
-        joining = JoiningTransport(self._wire, self._checked, self._close)
-        super().connection_made(cast(asyncio.Transport, joining))
+        super().connection_made(self._wire)
         self._limit(_Stage.END, self.timeout_keep_alive, self._expire)
         self._crowd.add_idle(self._wire)
 
@@ -122,7 +123,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         if running is not None and not running.response_complete:
             running.disconnected = True
-            self._crowd.take_turn(running.message_event.set, partial(self.client_of, running.scope))
+            self._crowd.take_turn(running.leave, partial(self.client_of, running.scope))
         else:
             self._free()
 
@@ -193,13 +194,41 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             message = f"more than {MAX_PIPELINED} requests wait on one connection"
             raise Refusal(HTTPStatus.TOO_MANY_REQUESTS, "too_many_requests", message)
-        cast(dict[str, Any], self.scope)[ARRIVED_KEY] = _CLOCK.now_s()
-        super().on_headers_complete()
+        self._begin(version)
         self.headers = []  # of trailers, which are ignored
         self._stage = _Stage.BODY
         self._num_head_bytes = 0
-        if version == "1.0":
-            self.cycle.transport = cast(asyncio.Transport, UnchunkedTransport(self.transport))
+
+    def _begin(self, version: str) -> None:
+        """Begin the request whose head has arrived, or let it wait for those before it."""
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        scope = cast(Scope, self.scope)
+        scope["http_version"] = version
+        scope["method"] = self.parser.get_method().decode("ascii")
+        scope["path"] = unquote(path) if "%" in path else path
+        scope["raw_path"] = url.path
+        scope["query_string"] = url.query or b""
+        scope[ARRIVED_KEY] = _CLOCK.now_s()
+        last = self.cycle
+        self.cycle = self._cycle(scope, version != "1.0" and self.parser.should_keep_alive())
+        if last is None or last.response_complete:
+            self._start_asgi_task(self.cycle, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
+
+    def _cycle(self, scope: Scope, keep_alive: bool) -> Any:
+        """Return a request, in place of uvicorn's class."""
+        return Cycle(
+            scope,
+            self._wire,
+            self.flow,
+            keep_alive=keep_alive,
+            expects_continue=self.expect_100_continue,
+            close=self._close,
+            on_response=self.on_response_complete,
+        )
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0
@@ -217,7 +246,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._stop_timer()
         super().on_message_complete()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
         start = partial(super()._start_asgi_task, cycle, app)
         if self.is_own_port:
@@ -226,8 +255,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._crowd.take_turn(start, partial(self.client_of, cycle.scope))
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._count()
+        if not self._has_said_all:
+            super().on_response_complete()
+            self._count()
 
     def _count(self) -> None:
         """Count the connection among the idle ones while it waits for its client."""
@@ -299,50 +329,30 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Refuse the request that is arriving, after the responses before its own, and close the connection."""
         self._is_deaf = True
         self._stop_timer()
-        before = self.cycle
+        before = cast(Cycle | None, self.cycle)
         has_to_wait = before is not None and not before.response_complete
         if self._stage is _Stage.BODY:
+            assert before is not None
             if has_to_wait := bool(self.pipeline):
                 self.pipeline.popleft()
             else:
                 cast(dict[str, Any], before.scope)[REFUSAL_KEY] = refusal
-                before.disconnected = True
-                before.message_event.set()
+                before.leave()
                 if before.response_started:
-                    self.transport.close()
+                    self._close()
                     return
         self._stage = _Stage.HEAD
-        self.cycle = self._cycle_of_refusal()
+        self.expect_100_continue = False
+        self.cycle = self._cycle({"type": "http", "method": "GET", "http_version": "1.1"}, keep_alive=False)
         if has_to_wait:
             self.pipeline.appendleft((self.cycle, cast(Any, self.refused(refusal))))
         else:
             self._start_asgi_task(self.cycle, self.refused(refusal))
 
-    def _cycle_of_refusal(self) -> RequestResponseCycle:
-        return RequestResponseCycle(
-            scope=cast(Any, {"type": "http", "method": "GET"}),
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=False,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=False,
-            keep_alive=False,
-            on_response=self.on_response_complete,
-        )
-
-    def _checked(self, head: bytes) -> bytes:
-        """Return the head of an error; the connection closes if the request's body is still arriving."""
-        if self._stage is _Stage.BODY and not self.pipeline and self.cycle.keep_alive:
-            self.cycle.keep_alive = False
-            return head[:-2] + b"connection: close\r\n\r\n"
-        return head
-
     def _close(self) -> None:
         """Close the connection. If the client is still sending, let it read the response first."""
-        if self._stage is _Stage.END or self._wire.is_closing() or self.transport.is_closing():
+        self._has_said_all = True
+        if self._stage is _Stage.END or self._wire.is_closing():
             self._wire.close()
             return
         self._is_deaf = True

@@ -95,7 +95,7 @@ class Crowd:
 
     @property
     def buffer(self) -> memoryview:
-        """Where the next bytes of a connection go. While many wait to be read, it is small, to limit what they hold."""
+        """Memory for the next bytes of a connection; little while many wait to be read, to limit what they hold."""
         return self._whole if len(self._reads) < MAX_WAITING_READS else self._piece
 
     def taken(self, num_bytes: int) -> bytes:

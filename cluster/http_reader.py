@@ -18,7 +18,7 @@ def read_in_turn(protocol: type[BoundedHttpProtocol]) -> Any:
 
 
 class Reader(asyncio.BufferedProtocol):
-    """What arrives on one connection and waits for its turn. Nothing more is taken from the kernel meanwhile."""
+    """Receiver of one connection, which takes nothing from the kernel while it waits for its turn to be read."""
 
     _wire: asyncio.Transport
     _crowd: Crowd

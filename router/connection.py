@@ -1,14 +1,16 @@
 """HTTP connection of a client: refusals in the form of OpenAI's API, disconnects and server-sent events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.http_connection import BoundedHttpProtocol, Refusal
+from cluster.http_cycle import LEFT_KEY, Departure
 from router.answer import Answer
 from router.api_keys import KeyRing
 from router.errors import ApiError, ClientLeftError, RequestFailedError
@@ -20,8 +22,6 @@ _WAITING = b"\n"
 """Event without data, which clients skip. Some clients fail on a comment before the first event."""
 WAITING_S = 10.0
 """Interval between empty events in a waiting stream; proxies close idle connections after 30 to 60 seconds."""
-_UNWATCHED_S = 0.05
-"""Delay before the router watches for a disconnect, so that a fast answer needs no second task."""
 
 
 class HttpProtocol(BoundedHttpProtocol):
@@ -40,33 +40,19 @@ class HttpProtocol(BoundedHttpProtocol):
         return answer_of(ApiError(refusal.status, str(refusal), code=refusal.code))
 
 
-async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Got]) -> Got:
-    """Return the result of ``work``; raise ClientLeftError if the client leaves first. The body must have been read."""
-    watching: asyncio.Task[None] | None = None
-
-    def watch() -> None:
-        nonlocal watching
-        watching = asyncio.create_task(_expire_when_left(receive, limit))
-
+async def unless_client_leaves(scope: Scope, work: Awaitable[Got]) -> Got:
+    """Return the result of ``work``; raise ClientLeftError if the client leaves first."""
+    departure: Departure = scope[LEFT_KEY]
     try:
         async with asyncio.timeout(None) as limit:
-            due = asyncio.get_running_loop().call_later(_UNWATCHED_S, watch)
-            try:
-                return await work
-            finally:
-                due.cancel()
-                if watching is not None:
-                    watching.cancel()
+            departure.expect(partial(limit.reschedule, 0))
+            return await work
     except TimeoutError:
         if limit.expired():
             raise ClientLeftError("client left") from None
         raise
-
-
-async def _expire_when_left(receive: Receive, limit: asyncio.Timeout) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
-    limit.reschedule(0)
+    finally:
+        departure.forget()
 
 
 def answer_of(error: ApiError) -> Response:
@@ -104,9 +90,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream until it ends or fails, or the client leaves."""
-        del scope
+        del receive
         with suppress(ClientLeftError):
-            await unless_client_leaves(receive, self._write(send))
+            await unless_client_leaves(scope, self._write(send))
 
     async def _write(self, send: Send) -> None:
         async with self._opening as answer, aclosing(self._frames(answer)) as frames:

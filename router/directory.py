@@ -1,6 +1,5 @@
 """A router's view of each replica: readiness, open requests, and failures. Sans I/O."""
 
-from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -187,7 +186,7 @@ class LoadBook:
 
     def __init__(self) -> None:
         self._lines: dict[tuple[ReplicaId, Incarnation], Load] = {}
-        self._tokens_of: Counter[tuple[ReplicaId, Incarnation, str]] = Counter()
+        self._tokens_of: dict[tuple[ReplicaId, Incarnation, str], int] = {}
         """Tokens of each tenant at each replica."""
 
     def add(self, peer: Peer, num_tokens: int, tenant: str = "") -> None:
@@ -197,7 +196,7 @@ class LoadBook:
         self._change(peer, -1, -num_tokens, tenant)
 
     def tokens_of(self, peer: Peer, tenant: str) -> int:
-        return self._tokens_of[peer.replica, peer.incarnation, tenant]
+        return self._tokens_of.get((peer.replica, peer.incarnation, tenant), 0)
 
     def of(self, peer: Peer) -> Load:
         return self._lines.get((peer.replica, peer.incarnation), _NOTHING)
@@ -207,9 +206,9 @@ class LoadBook:
 
     def _change(self, peer: Peer, num_requests: int, num_tokens: int, tenant: str) -> None:
         key = peer.replica, peer.incarnation
-        self._tokens_of[*key, tenant] += num_tokens
-        if not self._tokens_of[*key, tenant]:
-            del self._tokens_of[*key, tenant]
+        own_tokens = self._tokens_of.pop((*key, tenant), 0) + num_tokens
+        if own_tokens:
+            self._tokens_of[*key, tenant] = own_tokens
         line = self._lines.get(key, _NOTHING)
         num_requests += line.num_requests
         num_tokens += line.num_tokens

@@ -1,7 +1,6 @@
 """I/O loop around dispatch and directory: it feeds them messages, snapshots and time, and performs their actions."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,7 +9,6 @@ from cluster.channel import AsyncInbox, Outbox
 from cluster.logs import with_facts
 from cluster.spec.clock import Clock
 from cluster.spec.config import DeployConfig
-from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Peer, Role
 from cluster.spec.messages import (
     CommandResult,
@@ -21,6 +19,7 @@ from cluster.spec.messages import (
     Output,
     Outputs,
     RankTrace,
+    Submit,
     SubscribeKvEvents,
 )
 from cluster.spec.registry import TableSnapshot
@@ -46,6 +45,7 @@ from router.request import (
     peers_of,
 )
 from router.request_trace import RequestTraces
+from router.send_queue import SendQueue
 
 _log = logging.getLogger(__name__)
 MAX_UNREAD_LOGPROBS = 1 << 20
@@ -83,13 +83,14 @@ class Relay:
         self._requests = requests
         self._directory = directory
         self._outbox = outbox
+        self._sending = SendQueue(outbox, self._on_unreachable)
         self._clock = clock
         self._metrics = metrics
         self._uncounted = Metrics()
         """Metrics of parity probes, which nobody reads."""
         self._parity = parity
-        self.commands = Commands(requests.me, lambda peer, command: self._try_send(peer.address, command))
-        self.traces = RequestTraces(requests.me.address, self._try_send)
+        self.commands = Commands(requests.me, lambda peer, command: self._sending.send(peer.address, command))
+        self.traces = RequestTraces(requests.me.address, self._sending.send)
         self._choices: dict[ChoiceId, OpenChoice] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._backlog = Backlog()
@@ -222,6 +223,7 @@ class Relay:
     def stop(self) -> None:
         self._is_draining = True
         self._perform(self._requests.stop())
+        self._sending.flush()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -267,7 +269,7 @@ class Relay:
                 case StartAttempt():
                     self._start_attempt(action)
                 case SendMessage():
-                    self._try_send(action.address, action.message)
+                    self._sending.send(action.address, action.message)
                 case WakeAt():
                     self._wake_at(action.time_s)
                 case FailRequest():
@@ -285,12 +287,12 @@ class Relay:
             ranks = [record for peer in peers_of(submit) for record in self._directory.ranks(peer)]
             self.traces.begin(action.choice_id, submit.room, ranks)
         for peer in peers_of(submit):
-            try:
-                self._outbox.send(peer.address, submit)
-            except PeerUnreachableError as error:
-                now_s = self._clock.now_s()
-                self._perform(self._requests.on_unreachable(submit.room, peer.address, str(error), now_s))
-                return
+            self._sending.send(peer.address, submit)
+
+    def _on_unreachable(self, address: str, message: Message, reason: str) -> None:
+        """Retry a request that could not be sent. Replicas that lost other messages are found by their silence."""
+        if isinstance(message, Submit):
+            self._perform(self._requests.on_unreachable(message.room, address, reason, self._clock.now_s()))
 
     def _on_kv_events(self, events: KvEvents, now_s: float) -> None:
         if self._picker.pages.on_kv_events(events, now_s):
@@ -299,11 +301,7 @@ class Relay:
                     self._subscribe(peer)
 
     def _subscribe(self, peer: Peer) -> None:
-        self._try_send(peer.address, SubscribeKvEvents(router=self._requests.me, incarnation=peer.incarnation))
-
-    def _try_send(self, address: str, message: Message) -> None:
-        with contextlib.suppress(PeerUnreachableError):
-            self._outbox.send(address, message)
+        self._sending.send(peer.address, SubscribeKvEvents(router=self._requests.me, incarnation=peer.incarnation))
 
     def _give_up(self, lost: Iterable[Peer]) -> None:
         for peer in lost:

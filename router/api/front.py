@@ -217,7 +217,7 @@ async def preprocess(service: Service, http: Request, route: Route) -> Preproces
         )
         if (outcome := service.preprocess.run_inline(job)) is not None:
             return outcome
-        return await unless_client_leaves(http.receive, service.preprocess.run(job, arrival.tenant, arrival.weight))
+        return await unless_client_leaves(http.scope, service.preprocess.run(job, arrival.tenant, arrival.weight))
     finally:
         bodies.release(http)
 

@@ -73,7 +73,7 @@ async def _respond(service: Service, http: Request, route: Route) -> Response:
     if asked.stream:
         frames = partial(_frames, service.model.tokenizer, asked.options.continuous_usage, writer)
         return EventStream(opening, frames, writer.failed)
-    return await unless_client_leaves(http.receive, _whole(service.model.tokenizer, opening, writer))
+    return await unless_client_leaves(http.scope, _whole(service.model.tokenizer, opening, writer))
 
 
 def _complete(

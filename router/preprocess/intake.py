@@ -121,13 +121,13 @@ def make_requests(
     _check_rules(sampling, len(prompts) * body.num_choices)
     rules = _text_rules(model, body, ending_ids, markers)
     requests = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         prompt_ids, most = _check_lengths(model, body, prompt, max_tokens)
-        seed = secrets.randbits(63) if body.seed is None else sampling.seed
+        shares_seed = not number or body.seed is not None
         requests.append(
             GenerateRequest(
                 prompt_ids=prompt_ids,
-                sampling=replace(sampling, seed=seed),
+                sampling=sampling if shares_seed else replace(sampling, seed=secrets.randbits(63)),
                 stopping=Stopping(max_tokens=most, stop_token_ids=ending_ids),
                 text_rules=rules,
                 cache_salt=body.salt,
@@ -163,6 +163,8 @@ def _check_lengths(
 
 def _check_rules(sampling: Sampling, num_choices: int) -> None:
     """Reject sampling rules that take too much memory, because every choice's message to the replicas has them."""
+    if not (sampling.grammar or sampling.logit_bias or sampling.allowed_ids or sampling.bad_words):
+        return
     sizes = {
         "grammar": len(sampling.grammar),
         "logit_bias": _BIAS_BYTES * len(sampling.logit_bias),
@@ -179,7 +181,8 @@ def _check_rules(sampling: Sampling, num_choices: int) -> None:
 def make_sampling(model: ServedModel, body: GenerationBody, ending_ids: frozenset[int], grammar: str = "") -> Sampling:
     tokenizer, defaults = model.tokenizer, model.sampling_defaults
     top_p = given_or(body.top_p, defaults.top_p)
-    known_ids = frozenset(token_id for token_id in ending_ids if token_id < tokenizer.vocab_size)
+    needs_endings = body.min_tokens or grammar
+    known_ids = (token_id for token_id in ending_ids if token_id < tokenizer.vocab_size) if needs_endings else ()
     return Sampling(
         temperature=given_or(body.temperature, defaults.temperature) if top_p else 0.0,
         top_p=top_p or 1.0,
@@ -193,7 +196,7 @@ def make_sampling(model: ServedModel, body: GenerationBody, ending_ids: frozense
         allowed_ids=frozenset(body.allowed_token_ids or ()),
         bad_words=_bad_words(tokenizer, body.bad_words) if body.bad_words else [],
         min_tokens=body.min_tokens or 0,
-        ending_ids=known_ids if body.min_tokens or grammar else frozenset(),
+        ending_ids=frozenset(known_ids),
         grammar=grammar,
         num_logprobs=body.num_logprobs,
         num_prompt_logprobs=body.num_prompt_logprobs,

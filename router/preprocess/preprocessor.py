@@ -182,7 +182,6 @@ def _outcome(
             keys.append(PromptKeys(request.prompt_ids, model.page_size, request.cache_salt).all())
         else:
             keys.append([])
-    named = (fields.get(field) for field in _SESSION_FIELDS)
     return Preprocessed(
         requests=[*requests],
         options=options,
@@ -190,9 +189,14 @@ def _outcome(
         stream=bool(body.stream),
         priority=body.priority,
         dp_rank=body.routed_dp_rank,
-        session_id=next((text[:MAX_SESSION_CHARS] for text in named if isinstance(text, str) and text), ""),
+        session_id=_session_of(fields) if fields else "",
         page_keys=keys if any(keys) else [],
     )
+
+
+def _session_of(fields: Mapping[str, Any]) -> str:
+    named = (fields.get(field) for field in _SESSION_FIELDS)
+    return next((text[:MAX_SESSION_CHARS] for text in named if isinstance(text, str) and text), "")
 
 
 def _repeated(model: ServedModel, body: ResponseRequest) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
@@ -165,7 +166,10 @@ class GenerationBody(SaltedBody):
     @property
     def is_constrained(self) -> bool:
         """True if any field may constrain the form of the answer."""
-        return any(getattr(self, field) is not None for field in self.model_fields_set & _CONSTRAINTS)
+        given = self.model_fields_set
+        if given.isdisjoint(_CONSTRAINTS):
+            return False
+        return any(getattr(self, field) is not None for field in given & _CONSTRAINTS)
 
     @property
     def include_usage(self) -> bool:
@@ -203,7 +207,7 @@ class CompletionRequest(GenerationBody):
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
 
-    @property
+    @cached_property
     def prompts(self) -> Sequence[str | Sequence[int]]:
         is_one = isinstance(self.prompt, str | TokenIds) or isinstance(self.prompt[0], int)
         return cast(Sequence[str | Sequence[int]], [self.prompt] if is_one else self.prompt)
@@ -215,8 +219,9 @@ class CompletionRequest(GenerationBody):
     @property
     def num_prompt_logprobs(self) -> int | None:
         """Value of ``prompt_logprobs``; with ``echo``, the larger of this value and ``logprobs``."""
-        echoed = self.logprobs if self.echo else None
-        return max((num for num in (echoed, self.prompt_logprobs) if num is not None), default=None)
+        if not self.echo or self.logprobs is None:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)
 
 
 class TextPart(Body):

@@ -111,7 +111,7 @@ class HttpSurface:
         self._loop = asyncio.new_event_loop()
         self._state = ServerState()
         self._problems = _Problems()
-        logging.getLogger("uvicorn.error").addHandler(self._problems)
+        logging.getLogger("cluster.http_cycle").addHandler(self._problems)
         logging.getLogger("asyncio").addHandler(self._problems)
         self._config = uvicorn.Config(
             self._loop.run_until_complete(self._build()), lifespan="off", log_config=None, ws="none"
