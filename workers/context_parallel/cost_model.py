@@ -95,7 +95,7 @@ def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: P
 
     ``passing`` says whether keys or queries travel if KV is divided among the ranks. None if each rank has all KV.
     """
-    exchanged = list(_exchanges(plan, shape, passing))
+    exchanged = list(received_bytes(plan, shape, passing))
     works = [_work(plan, runs, shape, rates, passing) for runs in plan.runs[: 1 if plan.is_replicated else plan.cp]]
     compute_s = max(_rank_s(work, shape, rates) for work in works)
     hideable_s = compute_s / len(exchanged) if exchanged else 0.0
@@ -228,8 +228,8 @@ def _work_of_all_keys(
     return _Work(tokens, sum(plan.extend_lens) + prefix / plan.cp, pairs, calls, partials, stored)
 
 
-def _exchanges(plan: ShardPlan, shape: ModelShape, passing: Passing | None) -> Iterator[float]:
-    """Yield the bytes that one rank receives in each collective of a layer."""
+def received_bytes(plan: ShardPlan, shape: ModelShape, passing: Passing | None = None) -> Iterator[float]:
+    """Yield the bytes that one rank receives in each CP collective of a layer."""
     others, prefix = plan.cp - 1, sum(plan.prefix_lens)
     if shape.weight_bytes:
         yield shape.weight_bytes

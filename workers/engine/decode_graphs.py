@@ -17,7 +17,7 @@ from cluster.spec.strategy import MoeDispatch
 from workers.attention.interface import AttentionBackend, AttentionParams, GraphAttention, GraphShape
 from workers.attention.merge import merge
 from workers.engine.batch import StepInput
-from workers.expert_parallel.token_dispatcher import FEW_TOKENS
+from workers.expert_parallel.dispatch_cost import FEW_TOKENS
 from workers.kernels.elementwise import KvSlots
 from workers.layers.attention import AttentionContext, Expand
 from workers.layers.feed_forward import FEW_CHOICES

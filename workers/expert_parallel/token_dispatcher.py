@@ -1,7 +1,6 @@
 """Dispatch of tokens to their experts and combination of the outputs, by gather or all-to-all."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from cluster.spec.strategy import MoeDispatch
 from workers.device import device_of
+from workers.expert_parallel.dispatch_cost import BlockShape, choose_dispatch
 from workers.parallel.collectives import (
     Communicator,
     Lens,
@@ -20,10 +20,6 @@ from workers.parallel.collectives import (
 
 NO_EXPERT = -1
 """Padding for tokens that have fewer experts than other tokens."""
-FEW_TOKENS = 4096
-"""Maximum number of tokens, over all shards, for which GPUs use gather, because all-to-all waits for counts. This
-threshold is a guess.
-"""
 
 
 class RoutedTokens(NamedTuple):
@@ -60,50 +56,6 @@ def order_by_expert(experts: Tensor, first: int, num_local: int) -> tuple[Tensor
     local[(local < 0) | (local >= num_local)] = num_local
     counts = local.bincount(minlength=num_local + 1).tolist()[:num_local]
     return local.argsort(stable=True)[: sum(counts)], counts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockShape:
-    """Numbers of ranks that together hold one copy of the experts: shards * tp, or equivalently ep * moe_tp."""
-
-    shards: int
-    tp: int
-    ep: int
-    moe_tp: int
-    top_k: int
-    """Experts per token."""
-
-    @property
-    def size(self) -> int:
-        return self.shards * self.tp
-
-
-def cheaper_dispatch(shape: BlockShape, lens: Sequence[int] | None) -> MoeDispatch:
-    """Return the dispatch with which the busiest rank receives fewer hidden states.
-
-    ``lens`` are the token counts of the shards, or None if all shards have the same tokens.
-    """
-    is_gather = _gathered(shape, lens) <= _sent(shape, lens)
-    return MoeDispatch.GATHER if is_gather else MoeDispatch.ALL_TO_ALL
-
-
-def _gathered(shape: BlockShape, lens: Sequence[int] | None) -> float:
-    """Count the hidden states received in a gather: all tokens, and the sums over shards and TP ranks."""
-    if lens is None:
-        return 2 * _others(shape.shards) + 2 * _others(shape.tp)
-    longest = max(lens)
-    return sum(lens) - longest + (shape.shards - 1) * longest + 2 * _others(shape.tp) * longest
-
-
-def _sent(shape: BlockShape, lens: Sequence[int] | None) -> float:
-    """Count the hidden states received in an all-to-all, in both directions, and in the gather after it."""
-    longest, alike = (1, shape.size) if lens is None else (max(lens), shape.tp)
-    copies = shape.moe_tp * shape.ep * (1 - (1 - 1 / shape.ep) ** shape.top_k)
-    return longest * (2 * copies * _others(shape.size) / alike + _others(alike))
-
-
-def _others(size: int) -> float:
-    return (size - 1) / size
 
 
 Compute = Callable[[RoutedTokens], Tensor]
@@ -180,12 +132,13 @@ class AutoDispatcher:
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:
         own = None if lens is None else [lens[shard] for shard in self._shards]
         num_tokens = len(tokens.hidden) if own is None else sum(own)
-        if device_of(tokens.hidden).has_kernels and num_tokens <= FEW_TOKENS:
-            return self._ways[MoeDispatch.GATHER].run(tokens, lens, compute)
-        return self._ways[cheaper_dispatch(self._shape, own)].run(tokens, lens, compute)
+        waits = device_of(tokens.hidden).has_kernels
+        dispatch = choose_dispatch(self._shape, own, num_tokens, waits_for_counts=waits)
+        return self._ways[dispatch].run(tokens, lens, compute)
 
 
-def make_dispatcher(groups: ModelGroups, top_k: int, num_local: int) -> TokenDispatcher:
+def make_dispatcher(groups: ModelGroups, top_k: int, num_local: int, reach: float) -> TokenDispatcher:
+    """Return the configured dispatcher. See ``BlockShape`` for ``reach``."""
     moe_tp = groups.expert_width.size
     exchange = TokenExchange(groups.moe_shards, groups.expert_shards, groups.tp)
     ways: dict[MoeDispatch, TokenDispatcher] = {
@@ -195,6 +148,11 @@ def make_dispatcher(groups: ModelGroups, top_k: int, num_local: int) -> TokenDis
     if groups.moe_dispatch is not MoeDispatch.AUTO:
         return ways[groups.moe_dispatch]
     shape = BlockShape(
-        shards=groups.moe_shards.size, tp=groups.tp.size, ep=groups.parallel.ep, moe_tp=moe_tp, top_k=top_k
+        shards=groups.moe_shards.size,
+        tp=groups.tp.size,
+        ep=groups.parallel.ep,
+        moe_tp=moe_tp,
+        top_k=top_k,
+        reach=reach,
     )
     return AutoDispatcher(ways, shape, groups.expert_shards)

@@ -263,6 +263,11 @@ class RouterConfig:
     scale: float = 1.0
     """Factor of all weights, applied last."""
 
+    @property
+    def reach(self) -> float:
+        """Return the share of all experts among which one token's are."""
+        return self.top_groups / self.num_groups
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:

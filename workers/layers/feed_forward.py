@@ -172,7 +172,7 @@ class MoeBlock(nn.Module):
             self.shared_expert = GatedMLP(hidden_size, moe.shared_size, groups, bias=False)
             if moe.has_shared_gate:
                 self.shared_expert_gate = ReplicatedLinear(hidden_size, 1)
-        self._dispatcher = make_dispatcher(groups, moe.top_k, num_local)
+        self._dispatcher = make_dispatcher(groups, moe.top_k, num_local, moe.router.reach)
 
     def forward(self, x: Tensor, lens: Lens, counted: Tensor | None = None) -> Tensor:
         routed = self._dispatcher.run(self.router(x, counted), lens, self.experts)

@@ -150,6 +150,11 @@ class DecoderConfig:
         return attention
 
     @property
+    def moe(self) -> MoeConfig | None:
+        """Return the experts of the first layer that has any; None for dense models."""
+        return next((layer for layer in self.feed_forward if isinstance(layer, MoeConfig)), None)
+
+    @property
     def selects_keys(self) -> bool:
         """Return whether a query uses only some of the keys that it sees."""
         return isinstance(self.attention, LatentAttentionConfig) and self.attention.indexer is not None
@@ -161,7 +166,7 @@ class DecoderConfig:
             num_heads=self.attention.num_heads,
             num_kv_heads=self.attention.num_kv_heads,
             num_layers=self.num_layers,
-            num_experts=next((layer.num_experts for layer in self.feed_forward if isinstance(layer, MoeConfig)), None),
+            num_experts=self.moe.num_experts if self.moe else None,
             has_windows=any(group.window is not None for group in self.kv_groups(self.dtype)),
             joined_layers=frozenset(layer for layer, is_shared in enumerate(self.shares_selection) if is_shared),
         )

@@ -20,6 +20,7 @@ from cluster.spec.linear_shards import LinearShards
 from cluster.spec.ranks import Position, moe_tp_size, positions, stage_layers
 from cluster.spec.strategy import MoeDispatch
 
+SUM_BYTES = 4
 _SENDER = 0
 
 
@@ -99,6 +100,8 @@ class Communicator:
         self.size = size
         self.waited_s = 0.0
         """Time in seconds spent starting, copying and waiting. It does not overlap with computation."""
+        self.received_bytes = 0
+        """Bytes of tensors received from other members. An all-reduce counts as a reduce-scatter and an all-gather."""
         self.in_background = backend is not None and backend.in_background
         """True if collectives progress while this member computes. Otherwise, the calls do all the work."""
         self.observe: Observe | None = None
@@ -119,7 +122,7 @@ class Communicator:
             out.copy_(tensor)
         if backend is None or not tensor.numel():
             return Pending(None, nullcontext)
-        return self._start("all_gather", lambda: backend._allgather_base(out, tensor))
+        return self._start("all_gather", out.nbytes - tensor.nbytes, lambda: backend._allgather_base(out, tensor))
 
     def start_shift(self, out: Tensor, tensor: Tensor, distance: int = 1) -> Pending:
         """Start sending ``tensor`` to rank + ``distance``, and receiving ``out`` from rank - ``distance``.
@@ -130,7 +133,7 @@ class Communicator:
         if backend is None or distance % self.size == 0:
             out.copy_(tensor)
             return Pending(None, nullcontext)
-        return self._start("shift", lambda: backend.shift(out, tensor, distance))
+        return self._start("shift", out.nbytes, lambda: backend.shift(out, tensor, distance))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Replace a contiguous ``tensor`` with the sum over all members, and return it.
@@ -139,7 +142,10 @@ class Communicator:
         """
         backend = self._backend
         if backend is not None and tensor.numel():
-            self._start("all_reduce", lambda: backend.allreduce(tensor)).wait()
+            # Terms travel in fp32, except in shared memory, where each rank reads and adds them.
+            itemsize = SUM_BYTES if self.in_background else tensor.itemsize
+            received = 2 * tensor.numel() * itemsize * (self.size - 1) // self.size
+            self._start("all_reduce", received, lambda: backend.allreduce(tensor)).wait()
         return tensor
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -151,12 +157,13 @@ class Communicator:
         backend = self._backend
         if backend is None or not tensor.numel():
             return Pending(None, nullcontext)
-        return self._start("broadcast", lambda: backend.broadcast(tensor, root))
+        received = tensor.nbytes if self.rank != root else 0
+        return self._start("broadcast", received, lambda: backend.broadcast(tensor, root))
 
     def barrier(self) -> None:
         """Return once every member has called this."""
         if self._backend is not None:
-            self._start("barrier", self._backend.barrier).wait()
+            self._start("barrier", 0, self._backend.barrier).wait()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -176,7 +183,8 @@ class Communicator:
         if backend is not None:
             backend.leave()
 
-    def _start(self, call: str, begin: Callable[[], Work]) -> Pending:
+    def _start(self, call: str, received_bytes: int, begin: Callable[[], Work]) -> Pending:
+        self.received_bytes += received_bytes
         with self._translated(call):
             pending = Pending(begin(), lambda: self._translated(call))
         self._started.add(pending)

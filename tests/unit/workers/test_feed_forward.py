@@ -17,7 +17,7 @@ from cluster.spec.config import ParallelConfig
 from cluster.spec.ranks import axis_problems
 from cluster.spec.strategy import MoeDispatch
 from tests.fakes.thread_layout import on_thread_layout
-from workers.expert_parallel.token_dispatcher import BlockShape, cheaper_dispatch
+from workers.expert_parallel.dispatch_cost import BlockShape, cheaper_dispatch
 from workers.layers.config import MoeConfig
 from workers.layers.feed_forward import ExpertRouter, GatedMLP, MoeBlock
 from workers.parallel.collectives import ModelGroups

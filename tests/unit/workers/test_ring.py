@@ -1,6 +1,9 @@
 """Ring communication in a group: blocks of any length, and partial results that return to their queries."""
 
 import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -120,7 +123,7 @@ def test_only_what_is_spent_inside_calls_counts_as_waited(monkeypatch: pytest.Mo
     backend = _SlowWork()
     monkeypatch.setattr(time, "monotonic", lambda: backend.now_s)
     group = Communicator("slow", 0, 2, backend)
-    pending = group._start("barrier", backend.barrier)
+    pending = group._start("barrier", 0, backend.barrier)
     backend.now_s += 100.0
     assert group.waited_s == 1.0
     pending.wait()
@@ -141,3 +144,26 @@ def test_a_failure_is_raised_in_the_wait_and_its_time_counts(monkeypatch: pytest
     with pytest.raises(CollectiveError, match="barrier in group slow, rank 1 of 2: the peer is gone"):
         group.barrier()
     assert group.waited_s == 6.0
+
+
+def test_received_bytes_are_those_of_other_ranks() -> None:
+    """Each call hands over 6 elements of 2 bytes. Sums travel in fp32, and twice."""
+
+    def received(group: Communicator, *, in_background: bool) -> list[int]:
+        own, counts = torch.ones(6, dtype=torch.bfloat16), [0]
+        calls: list[Callable[[], object]] = [
+            lambda: group.all_gather(own.new_empty(18), own),
+            lambda: group.start_shift(own.new_empty(6), own).wait(),
+            lambda: group.broadcast(own.clone(), 1),
+            lambda: group.all_reduce(own.clone()),
+            group.barrier,
+        ]
+        assert group.in_background == in_background
+        for call in calls:
+            call()
+            counts.append(group.received_bytes)
+        return [after - before for before, after in pairwise(counts)]
+
+    for in_background, summed in ((True, 32), (False, 16)):
+        by_rank = on_thread_ranks(3, partial(received, in_background=in_background), in_background=in_background)
+        assert by_rank == [[24, 12, 0 if rank == 1 else 12, summed, 0] for rank in range(3)]
