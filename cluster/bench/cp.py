@@ -22,6 +22,7 @@ from workers.context_parallel.cost_model import StrategyChoice
 from workers.models.registry import parse_model_config
 
 _DTYPE = "bfloat16"
+_MIB = 1 << 20
 _RANK = "workers.bench.cp_rank:CpBenchRank"
 
 
@@ -62,6 +63,8 @@ class CpResult:
     estimate_ms: float | None
     efficiency: float
     """Time of one rank alone, divided by cp times the group's time."""
+    received_mib: float
+    """MiB that the busiest rank receives from others in the step."""
     exposed_comm_share: float
     """Fraction of the step that the least-waiting rank spends in collectives; other ranks also wait for its work."""
     exposed_projections_share: float
@@ -146,6 +149,7 @@ def summarize(way: Way, prompt_len: int, choice: StrategyChoice, steps: Steps, a
         prefill_ms=median(totals_s) * 1e3,
         estimate_ms=None if choice.estimate_s is None else choice.estimate_s * 1e3,
         efficiency=median(ratios),
+        received_mib=max(rank.received_bytes for ranks in steps for rank in ranks) / _MIB,
         exposed_comm_share=median(map(truediv, waits_s, totals_s)),
         exposed_projections_share=median(map(truediv, projections_s, totals_s)),
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cluster.planner.memory import KvPlan
     from cluster.planner.plan import CheckResult, Plan, PortPlan, ReplicaPlan, StepsPlan
     from cluster.planner.projections import ProjectionsPlan
+    from cluster.planner.traffic import TrafficPlan
 
 _AXES = ("dp", "cp", "tp", "pp")
 _MOE_AXES = ("moe_dp", "ep", "moe_tp")
@@ -86,6 +87,7 @@ def _print_plan(plan: "Plan", *, verbose: bool) -> None:
         _print_replicas(console, [replica for replica in plan.replicas if replica.role is role])
     _print_steps(console, plan.steps)
     _print_projections(console, plan.projections)
+    _print_traffic(console, plan.traffic)
     _print_kv(console, plan.kv)
     _print_ports(console, plan.ports)
     _print_checks(console, plan.checks, verbose=verbose)
@@ -139,6 +141,23 @@ def _print_projections(console: Console, projections: "ProjectionsPlan | None") 
     traffic += f"about {projections.chunk_s:.2g} s of work, hides {hidden:.0%}"
     console.print(Text(title, style="bold"))
     console.print(Text(f"{traffic}\n"))
+
+
+def _print_traffic(console: Console, traffic: "TrafficPlan | None") -> None:
+    if traffic is None or not traffic.total_bytes:
+        return
+    title = f"prefill traffic: bytes that a worker receives per layer for {traffic.num_tokens:,} new tokens"
+    if traffic.context_bytes:
+        title += f", divided by {traffic.strategy}"
+    parts = {
+        "cp ranks": traffic.context_bytes,
+        "attention": traffic.attention_bytes,
+        "mlp": traffic.mlp_bytes,
+        "experts" if traffic.dispatch is None else f"experts ({traffic.dispatch})": traffic.expert_bytes,
+        "projections": traffic.projection_bytes,
+        "total": traffic.total_bytes,
+    }
+    _print_table(console, title, list(parts), [list(map(_size, parts.values()))], num_text=0)
 
 
 def _print_kv(console: Console, kv: "KvPlan | None") -> None:

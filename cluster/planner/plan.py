@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from cluster.planner.memory import KvPlan, kv_plan, memory_wanted, model_problems
 from cluster.planner.model import ModelFacts, UnknownModel
 from cluster.planner.projections import ProjectionsPlan, projections_plan
+from cluster.planner.traffic import TrafficPlan, traffic_plan
 from cluster.spec.checks import CHECKS
 from cluster.spec.config import (
     DeployConfig,
@@ -88,6 +89,8 @@ class Plan:
     """KV memory; None if the model's shape is unknown."""
     projections: ProjectionsPlan | None
     """Projections that CP ranks hold together; None if every rank holds all, or the model's shape is unknown."""
+    traffic: TrafficPlan | None
+    """Traffic between prefill ranks; None if the model's shape is unknown."""
     ports: list[PortPlan]
     checks: list[CheckResult]
 
@@ -98,15 +101,19 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
     Raises:
         ConfigError: the model does not fit the configured layout, memory or context length.
     """
-    if isinstance(model, ModelFacts) and (problems := model_problems(config, model)):
+    facts = model if isinstance(model, ModelFacts) else None
+    if facts and (problems := model_problems(config, facts)):
         raise ConfigError(problems)
+    # In shared memory, ranks copy weights and hidden states themselves.
+    in_background = config.resources.device is Device.CUDA or _uses_gloo(config)
     return Plan(
         name=config.name,
         model=config.model.name,
         replicas=[plan for role, pool in config.pools.items() for plan in _replicas(role, pool, model)],
         steps=_steps(config.prefill),
-        kv=kv_plan(config, model) if isinstance(model, ModelFacts) else None,
-        projections=_projections(config, model),
+        kv=kv_plan(config, facts) if facts else None,
+        projections=projections_plan(config, facts, in_background=in_background) if facts else None,
+        traffic=traffic_plan(config, facts, in_background=in_background) if facts else None,
         ports=ports_of(config, model),
         checks=_checks(config, model),
     )
@@ -120,14 +127,6 @@ def _steps(prefill: PrefillConfig) -> StepsPlan:
         passing=prefill.passing if is_ring else None,
         chunk_tokens=prefill.chunk_tokens,
     )
-
-
-def _projections(config: DeployConfig, model: ModelFacts | UnknownModel) -> ProjectionsPlan | None:
-    if isinstance(model, UnknownModel):
-        return None
-    # In shared memory, ranks copy the weights themselves.
-    in_background = config.resources.device is Device.CUDA or _uses_gloo(config)
-    return projections_plan(config, model, in_background=in_background)
 
 
 def _replicas(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) -> list[ReplicaPlan]:

@@ -38,9 +38,10 @@ def test_cp_prints_a_line_for_every_length_and_strategy(capfd: pytest.CaptureFix
     for line in lines:
         assert min(line["prefill_ms"], line["estimate_ms"], line["efficiency"]) > 0
         if line["cp"] == 1:
-            assert (line["efficiency"], line["exposed_comm_share"]) == (1.0, 0.0)
+            assert (line["efficiency"], line["exposed_comm_share"], line["received_mib"]) == (1.0, 0.0, 0.0)
         if line["strategy"] == "contiguous":
             assert line["chosen"] in ("contiguous pass_kv", "contiguous pass_q")
+            assert line["received_mib"] > 0
             assert 0 < line["exposed_projections_share"] < line["exposed_comm_share"] < 1
 
 

@@ -100,10 +100,11 @@ class CpBenchRank:
         plan = self._plan(choice, prompt_len, prefix_len)
         groups, runner, _ = self._groups[way.cp]
         groups.cp.barrier()
-        before_s, start_s = _waits_s(groups), time.perf_counter()
+        before_s, before_bytes, start_s = _waits_s(groups), _received_bytes(groups), time.perf_counter()
         runner.execute(plan)
         seconds = time.perf_counter() - start_s
-        return StepTime(seconds, *map(sub, _waits_s(groups), before_s))
+        waited_s, projections_s = map(sub, _waits_s(groups), before_s)
+        return StepTime(seconds, waited_s, projections_s, _received_bytes(groups) - before_bytes)
 
     def close(self) -> None:
         for groups, _, _ in self._groups.values():
@@ -134,3 +135,7 @@ class CpBenchRank:
 def _waits_s(groups: RankGroups) -> tuple[float, float]:
     """Return the time that this rank has spent in collectives so far: in all, and on projections of other ranks."""
     return sum(group.waited_s for group in groups.all), groups.model.projections.waited_s
+
+
+def _received_bytes(groups: RankGroups) -> int:
+    return sum(group.received_bytes for group in groups.all)

@@ -84,3 +84,4 @@ class StepTime:
     """Part of ``seconds`` that was spent in collectives."""
     projections_s: float = 0.0
     """Part of ``waited_s`` that was spent on projections of other ranks."""
+    received_bytes: int = 0

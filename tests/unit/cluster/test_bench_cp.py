@@ -81,7 +81,7 @@ def test_the_slowest_rank_sets_the_time_and_the_busiest_the_exposed_share() -> N
     way = Way(cp=2, strategy=StrategySetting.AUTO)
     alone = [[StepTime(3.0, 0.0)], [StepTime(6.0, 0.0)], [StepTime(5.0, 0.0)]]
     rounds = [
-        [StepTime(2.0, 1.0, 0.8), StepTime(1.0, 0.5, 0.4)],
+        [StepTime(2.0, 1.0, 0.8, 1 << 20), StepTime(1.0, 0.5, 0.4, 3 << 20)],
         [StepTime(4.0, 2.0, 1.0), StepTime(4.0, 0.0, 0.0)],
         [StepTime(1.0, 0.2, 0.1), StepTime(2.0, 0.2, 0.2)],
     ]
@@ -93,6 +93,7 @@ def test_the_slowest_rank_sets_the_time_and_the_busiest_the_exposed_share() -> N
         prefill_ms=2000.0,
         estimate_ms=1500.0,
         efficiency=0.75,
+        received_mib=3.0,
         exposed_comm_share=0.1,
         exposed_projections_share=0.05,
     )

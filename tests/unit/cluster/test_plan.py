@@ -119,6 +119,59 @@ def test_projections_that_cp_ranks_hold_together_are_counted(
     assert plan_of(f"model: {{path: {tmp_path}}}\nprefill: {{parallel: {{cp: 3}}}}").projections is None
 
 
+@pytest.mark.parametrize(
+    ("parallel", "others", "latents", "sums", "gathered"),
+    [
+        ("cp: 8, ep: 8", "", 7 / 8, 0, 0),
+        ("tp: 8, ep: 8", "", 0, 2 * 7 / 8, 0),
+        ("cp: 2, tp: 4, ep: 8", "", 1 / 2, 2 * 3 / 8, 0),
+        ("cp: 8", ", strategy: none", 0, 0, 0),
+        ("dp: 2, cp: 4, ep: 8", "", 3 / 4, 0, 2 / 4),
+    ],
+)
+def test_traffic_is_counted_in_rows(
+    tmp_path: Path, parallel: str, others: str, latents: float, sums: float, gathered: float
+) -> None:
+    """Compare with rows per token: latents, hidden states in fp32 that are summed, and those that DP ranks gather and
+    return for MLPs and shared experts.
+    """
+    (tmp_path / "config.json").write_text(json.dumps({**LATENT, "first_k_dense_replace": 1}))
+    prefill = f"prefill: {{parallel: {{{parallel}}}, chunk_tokens: 4096{others}}}"
+    traffic = plan_of(f"model: {{path: {tmp_path}}}\n{prefill}\nresources: {{collectives: tcp}}").traffic
+    assert traffic is not None
+    latent_bytes, hidden_bytes = 2 * (64 + 64), 2 * 512
+    assert traffic.context_bytes == latents * 4096 * latent_bytes
+    assert traffic.attention_bytes == sums * 4096 * 2 * hidden_bytes
+    assert traffic.mlp_bytes == (2 * sums + gathered) * 4096 * hidden_bytes
+    assert traffic.expert_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "groups", "dispatch", "tokens"),
+    [
+        # A token is gathered by all ranks, or sent to 8 random ranks of 8, or to those of 4 groups of 8.
+        (8, 1, "gather", 7 / 8),
+        (8, 1, "all_to_all", (1 - (7 / 8) ** 8) * 7 / 8),
+        (8, 8, "all_to_all", (1 - (3 / 4) ** 8) / 2 * 7 / 8),
+    ],
+)
+def test_a_token_is_sent_to_the_ranks_of_its_experts(
+    baton: RunBaton, tmp_path: Path, ranks: int, groups: int, dispatch: str, tokens: float
+) -> None:
+    shape = {"first_k_dense_replace": 0, "n_group": groups, "topk_group": max(1, groups // 2)}
+    (tmp_path / "config.json").write_text(json.dumps({**LATENT, **shape}))
+    prefill = f"prefill: {{parallel: {{cp: {ranks}, ep: {ranks}}}, chunk_tokens: 4096}}"
+    text = f"model: {{path: {tmp_path}}}\n{prefill}\nresources: {{moe_dispatch: {dispatch}}}"
+    (file := tmp_path / "f.yaml").write_text(text)
+    traffic = plan_of(text).traffic
+    assert traffic is not None
+    sent, returned = 2 * 512 + 8 * 8, 2 * 512
+    assert traffic.expert_bytes == pytest.approx(tokens * 4096 * (sent + returned), rel=1e-6)
+    shown = baton("plan", str(file))[1]
+    assert "a worker receives per layer for 4,096 new tokens, divided by zigzag" in " ".join(shown.split())
+    assert f"experts ({dispatch})" in shown
+
+
 def test_json_has_the_documented_shape(baton: RunBaton, tmp_path: Path) -> None:
     file = tmp_path / "f.yaml"
     (tmp_path / "config.json").write_text(json.dumps(WITH_EXPERTS))
