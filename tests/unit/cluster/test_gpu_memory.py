@@ -52,6 +52,21 @@ MIXTRAL = LLAMA_3_8B | {
     "num_experts_per_tok": 2,
     "num_local_experts": 8,
 }
+DEEPSEEK_V32 = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "dtype": "bfloat16",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "index_topk": 2048,
+    "vocab_size": 129280,
+}
 QWEN3_30B = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "dtype": "bfloat16",
@@ -233,6 +248,7 @@ def test_a_step_holds_the_tokens_of_all_ranks_that_share_an_mlp(
         ("h200-1x8-70b", LLAMA_3_70B, 58.5, 91),
         ("h200-1x8-moe", QWEN3_30B, 107, 110),
         ("h200-2x8-ring", LLAMA_3_8B, 104, 121),
+        ("h200-4x8-dsa", DEEPSEEK_V32, 21.4, 21.1),
     ],
 )
 def test_committed_topologies_hold_their_models(
