@@ -8,7 +8,7 @@ from cluster.spec.clock import LEASE_S
 from cluster.spec.config import AnyParallel, DeployConfig, PrefillConfig, TransferBackendName, TransferProtocol
 from cluster.spec.errors import Problem
 from cluster.spec.hicache_config import StorageBackendName, WritePolicy
-from cluster.spec.ranks import axis_problems, stage_layers
+from cluster.spec.ranks import axis_problems
 from cluster.spec.registry import KvOwnership, TransferMode
 from cluster.spec.strategy import CpMode, PassingSetting, ShardLinear
 
@@ -175,8 +175,6 @@ class ModelLimits:
     """Number of experts per layer; None for dense models."""
     has_windows: bool = False
     """True if a layer uses sliding-window attention."""
-    joined_layers: frozenset[int] = frozenset()
-    """Layers that need a result of the layer before them, beyond its hidden states."""
 
 
 def layout_problems(parallel: AnyParallel, path: str, model: ModelLimits) -> list[Problem]:
@@ -192,17 +190,7 @@ def layout_problems(parallel: AnyParallel, path: str, model: ModelLimits) -> lis
     problems += _expert_problems(parallel, path, model.num_experts)
     if pp > model.num_layers:
         problems.append(Problem(f"{path}.pp", f"got {pp}; allowed: at most the model's {model.num_layers} layers"))
-    elif cut := [layer for layer in _first_layers(model.num_layers, pp) if layer in model.joined_layers]:
-        sizes = range(1, min(max(pp, 8), model.num_layers) + 1)
-        allowed = [size for size in sizes if not model.joined_layers & _first_layers(model.num_layers, size)]
-        reason = f"since layer {cut[0]} uses the keys that the layer before it selects"
-        problems.append(Problem(f"{path}.pp", f"got {pp}; allowed: {', '.join(map(str, allowed))}, {reason}"))
     return problems
-
-
-def _first_layers(num_layers: int, pp: int) -> set[int]:
-    """Return the first layer of every pipeline stage."""
-    return {stage_layers(num_layers, pp, stage).start for stage in range(pp)}
 
 
 def ring_problems(prefill: PrefillConfig, model: ModelLimits) -> list[Problem]:

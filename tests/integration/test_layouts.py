@@ -20,7 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_hidden_layers": 3, "num_local_experts": 8},
     "deepseek_v3": {"num_hidden_layers": 3},
     "deepseek_v32": {},
-    "glm_moe_dsa": {"indexer_types": ["full", "full", "full", "shared"]},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared", "shared", "shared"]},
     "llama": {"num_hidden_layers": 3, "mlp_bias": True},
 }
 """Models by family, with so many layers that stages are unequal. Only the last one has no experts."""

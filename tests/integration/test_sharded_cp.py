@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {},
     "deepseek_v3": {},
     "deepseek_v32": {"first_k_dense_replace": 0},
-    "glm_moe_dsa": {"indexer_types": ["full", "full", "full", "shared"]},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared", "shared", "shared"]},
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
 }
 _, ALL_RANKS, PASS_KV, PASS_Q = KV_WAYS

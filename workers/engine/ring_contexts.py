@@ -142,6 +142,10 @@ class PassQContext(StepContext):
         whole = work_of(list(chain.from_iterable(ranks)), self.batch)
         return AttentionWork(whole.num_queries // len(ranks), whole.num_keys, whole.num_pairs // len(ranks))
 
+    @property
+    def num_selecting(self) -> int:
+        return self.batch.shards.num_tokens
+
     def put(self, layer: int, *parts: Tensor) -> None:  # noqa: ARG002
         self._parts = parts
         self._gathered = self.exchange.kv_gather.start(self.batch.shards, *parts)

@@ -239,15 +239,31 @@ class ModelRunner:
             owners=self._owners,
         )
         context = make_context(batch, self._pool, self._backend, self._exchange)
-        model, received = self._model, None
-        if not self._groups.pipeline.is_first:
-            shape = len(batch.token_ids), model.config.hidden_size
-            received = self._groups.pipeline.receive(
-                torch.empty(shape, dtype=model.dtype, device=model.device.torch_device)
-            )
-        hidden = model(batch.token_ids, batch.positions, context, received)
-        self._groups.pipeline.send(hidden)
+        hidden = self._model(batch.token_ids, batch.positions, context, self._receive(context))
+        self._send(hidden, context)
         return context, hidden
+
+    def _receive(self, context: StepContext) -> torch.Tensor | None:
+        """Return the hidden states of the previous stage, and pass on the keys that it has selected."""
+        model, pipeline = self._model, self._groups.pipeline
+        if pipeline.is_first:
+            return None
+
+        def receive(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return pipeline.receive(torch.empty(shape, dtype=dtype, device=model.device.torch_device))
+
+        hidden = receive(len(context.batch.token_ids), model.config.hidden_size, dtype=model.dtype)
+        if model.begins_shared and (top_k := model.selected_keys(context)):
+            context.selection = receive(context.num_selecting, top_k, dtype=torch.int32)
+        return hidden
+
+    def _send(self, hidden: torch.Tensor, context: StepContext) -> None:
+        """Send hidden states to the next stage, and the selected keys if its first layer uses them."""
+        pipeline = self._groups.pipeline
+        pipeline.send(hidden)
+        if self._model.ends_shared and self._model.selected_keys(context):
+            assert context.selection is not None, "a layer before has an indexer"
+            pipeline.send(context.selection)
 
     def _score_prompts(self, scheduled: Sequence[ScheduledRequest], context: StepContext, hidden: torch.Tensor) -> None:
         known = [self.requests[request.room] for request in scheduled]

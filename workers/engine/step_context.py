@@ -51,8 +51,8 @@ class StepContext(AttentionContext, ABC):
         self.kv_first = is_hidden or batch.query_rows is not None
         self._wider: StepContext | None = None
         """Context of the layers before the last one. None if this context is that of all layers."""
-        self._selected: Tensor | None = None
-        """Keys that the latest layer with an indexer has selected for this context's queries."""
+        self.selection: Tensor | None = None
+        """Keys that the latest layer with an indexer has selected, int32 ``[num_selecting, top_k]``."""
 
     @cached_property
     def last_layer(self) -> "StepContext":
@@ -71,6 +71,11 @@ class StepContext(AttentionContext, ABC):
     def most_keys(self) -> int:
         shards = self.batch.shards
         return max(map(add, shards.prefix_lens, shards.extend_lens), default=0)
+
+    @property
+    def num_selecting(self) -> int:
+        """Return the number of queries for which this rank selects keys."""
+        return sum(run.count for run in self.batch.runs)
 
     def attend(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None = None) -> Tensor:
         sees_all = params.window is None or not self.batch.is_sharded
@@ -116,12 +121,12 @@ class StepContext(AttentionContext, ABC):
     ) -> Tensor:
         """Return what ``keys.select`` returns, or the previous selection if ``index`` is None."""
         if index is not None:
-            self._selected = keys.select(index, index_pages, top_k, agree)
-        elif self._selected is None:
+            self.selection = keys.select(index, index_pages, top_k, agree)
+        elif self.selection is None:
             assert self._wider is not None, "a layer before has an indexer"
-            assert self._wider._selected is not None, "a layer before has an indexer"
-            self._selected = self._wider._selected[self.query_rows]
-        return self._selected
+            assert self._wider.selection is not None, "a layer before has an indexer"
+            self.selection = self._wider.selection[self.query_rows]
+        return self.selection
 
     def gather_sampled(self, hidden: Tensor) -> Tensor:
         """Return the hidden states of all R sampled queries, ``[R, hidden]``, on every rank, given each rank's own."""

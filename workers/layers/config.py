@@ -154,6 +154,13 @@ class LatentAttentionConfig:
     def own_indexer(self) -> IndexerConfig | None:
         return None if self.shares_selection else self.indexer
 
+    def selected_keys(self, most_keys: int) -> int | None:
+        """Return the number of keys that a query uses in a step; None if it uses all visible ones.
+
+        ``most_keys`` is the maximum number of keys that a query of the step sees, on any rank.
+        """
+        return self.indexer.top_k if self.indexer is not None and most_keys > self.indexer.top_k else None
+
     @property
     def num_kv_heads(self) -> int:
         return 1

@@ -112,10 +112,8 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
         q, index = self._queries(x, rotation, context)
-        if self._selects(context):
-            assert self._config.indexer is not None
-            absorbed, top_k = self.kv_b.absorb(q), self._config.indexer.top_k
-            latents = context.attend_selected(self.layer, absorbed, self.shape.params, index, top_k)
+        if top_k := self._config.selected_keys(context.most_keys):
+            latents = context.attend_selected(self.layer, self.kv_b.absorb(q), self.shape.params, index, top_k)
             attended = self.kv_b.values(latents)
         elif self._expands(context.work):
             attended = context.attend(self.layer, q, self._expanded_params, self.kv_b.expand)
@@ -123,11 +121,6 @@ class LatentAttention(nn.Module):
             attended = self.kv_b.values(context.attend(self.layer, self.kv_b.absorb(q), self.shape.params))
         out: Tensor = self.out(attended.flatten(1), self._group.all_reduce)
         return out
-
-    def _selects(self, context: AttentionContext) -> bool:
-        """Return whether a query of the step, on any rank, sees more keys than it may use."""
-        indexer = self._config.indexer
-        return indexer is not None and context.most_keys > indexer.top_k
 
     def _expands(self, work: AttentionWork) -> bool:
         """Return whether expanded keys need fewer FLOPs than stored ones. Factors common to both sides are omitted."""
@@ -151,7 +144,7 @@ class LatentAttention(nn.Module):
         index: IndexQueries | None = None
         if self.q_a_norm is not None:
             low_rank = self.q_a_norm(q.contiguous())
-            if self.indexer is not None and self._selects(context):
+            if self.indexer is not None and self._config.selected_keys(context.most_keys):
                 index = self.indexer.queries(x, low_rank, rotation)
             q = self.query_heads(low_rank)
         config = self._config

@@ -67,6 +67,11 @@ class DecoderModel(nn.Module):
         self.config = config.of_rank(groups.tp.size, stage)
         """Configuration of this rank's part."""
         self.is_first, self.is_last = 0 in stage, config.num_layers - 1 in stage
+        shares = (*config.shares_selection, False)
+        self.begins_shared, self.ends_shared = shares[stage.start], shares[stage.stop]
+        """Flags for the first layer of this stage, and of the next one: True if it uses keys that the layer before it,
+        in the stage before, has selected.
+        """
         is_tied = config.tie_word_embeddings
         if self.is_first or (self.is_last and is_tied):
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, groups.tp)
@@ -108,6 +113,11 @@ class DecoderModel(nn.Module):
             return hidden + added
         _, normed = self.norm.of_sum(*final(hidden, added, rotation, context.last_layer, context.last_layer_lens))
         return normed
+
+    def selected_keys(self, context: AttentionContext) -> int | None:
+        """Return the number of keys that a query uses in this step; None if it uses all visible ones."""
+        attention = self.config.attention
+        return attention.selected_keys(context.most_keys) if isinstance(attention, LatentAttentionConfig) else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map hidden [num_rows, hidden_size] to fp32 logits [num_rows, vocab_size]. Only for the last stage."""

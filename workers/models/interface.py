@@ -168,7 +168,6 @@ class DecoderConfig:
             num_layers=self.num_layers,
             num_experts=self.moe.num_experts if self.moe else None,
             has_windows=any(group.window is not None for group in self.kv_groups(self.dtype)),
-            joined_layers=frozenset(layer for layer, is_shared in enumerate(self.shares_selection) if is_shared),
         )
 
     def check_layout(self, parallel: AnyParallel, path: str = "parallel") -> None:

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from cluster.spec.config import ParallelConfig
 from cluster.spec.kv import INDEXED_ATTENTION
 from tests.fakes.checkpoints import INDEXED, SHAPES, make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
@@ -125,20 +124,6 @@ def test_layers_that_share_a_selection_cost_no_indexer() -> None:
     assert [cost.index_flops for cost in shared] == [cost.whole_width for cost in shared] == [0, 0, 0]
     assert parsed("GlmMoeDsa", sizes).cost("bfloat16").index_flops == 2 * 32 * 129 // 4
     assert all(cost.selection_bytes == full.selection_bytes > 0 for cost in shared)
-
-
-@pytest.mark.parametrize(
-    ("pp", "reason"),
-    [(1, ""), (3, ""), (2, r"pp: got 2; allowed: 1, 3, since layer 3 uses the keys that the layer before it selects")],
-)
-def test_stages_do_not_begin_with_a_layer_that_shares_a_selection(pp: int, reason: str) -> None:
-    types = ["full", "shared"] * 3
-    config = parsed("GlmMoeDsa", LARGE | {"num_hidden_layers": 6, "indexer_types": types})
-    if not reason:
-        config.check_layout(ParallelConfig(pp=pp))
-        return
-    with pytest.raises(UnsupportedModelError, match=reason):
-        config.check_layout(ParallelConfig(pp=pp))
 
 
 @pytest.mark.parametrize(
