@@ -121,8 +121,8 @@ def _filled(record: RankRecord, pages: dict[int, int]) -> NDArray[np.int32]:
     return data
 
 
-def check_handoff(pair: Pair) -> None:
-    """Check that every decode rank gets its part, each byte once."""
+def check_handoff(pair: Pair) -> int:
+    """Check that every decode rank gets its part, each byte once. Return the number of bytes written."""
     target_pages = {position: NUM_PAGES - position for position in range(NUM_PAGES)}
     pools = {record.global_rank: _filled(record, {}).view(np.uint8).ravel() for record in pair.decode}
     num_written = 0
@@ -155,6 +155,7 @@ def check_handoff(pair: Pair) -> None:
         )
     num_bytes = sum(record.layout.page_bytes for record in pair.decode) // copies_of(pair.decode[0])
     assert num_written == NUM_PAGES * num_bytes, "not one copy of the KV for all ranks with the same heads"
+    return num_written
 
 
 @settings(deadline=None, max_examples=300)
@@ -168,6 +169,31 @@ def test_every_decode_rank_gets_its_part_once(pair: Pair) -> None:
 @given(pairs())
 def test_every_decode_rank_gets_its_part_once_in_thousands_of_layouts(pair: Pair) -> None:
     check_handoff(pair)
+
+
+@pytest.mark.parametrize("transfer_mode", TransferMode)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_latents_that_every_rank_holds_are_written_once(transfer_mode: TransferMode, cp: int) -> None:
+    """Four TP ranks on both sides hold all latents and index keys."""
+    geometry = KvGeometry(model="fake", num_layers=4, groups=(_extra_group(1, {0, 1, 2, 3}),), page_size=PAGE_SIZE)
+
+    def records(replica: str, cp: int) -> list[RankRecord]:
+        sizes = AxisSizes(dp=1, cp=cp, tp=4, pp=1)
+        return [
+            make_record(
+                replica,
+                rank,
+                sizes,
+                layout=_layout(geometry, sizes, rank),
+                transfer_mode=transfer_mode,
+                geometry=geometry,
+            )
+            for rank in range(world_size(sizes))
+        ]
+
+    pair = Pair(records("prefill-0", cp), records("decode-0", 1), base=0)
+    latent_and_key_bytes = (3 + 1) * 4
+    assert check_handoff(pair) == NUM_PAGES * PAGE_SIZE * 4 * latent_and_key_bytes
 
 
 @settings(deadline=None, max_examples=200)
