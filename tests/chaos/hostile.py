@@ -58,7 +58,7 @@ BODIES: dict[str, Callable[[], dict[str, Any]]] = {
     "7,000,000 stop tokens": lambda: {"prompt": "a", "stop_token_ids": [5] * 7_000_000},
     "a prompt of 500,000 ids": lambda: {"prompt": [33] * 500_000},
     "bad words of 700 prompts": lambda: {"prompt": [[5]] * 700, "bad_words": ["a"] * 256},
-    "biases of 1,024 prompts": lambda: {"prompt": [[5]] * 1024, "logit_bias": {str(i): 1 for i in range(4096)}},
+    "biases of 1,024 prompts": lambda: {"prompt": [[5]] * 1024, "logit_bias": {str(i): 1 for i in range(1024)}},
     "a schema of 1 MB for 1,024 prompts": lambda: {"prompt": [[5]] * 1024, "guided_json": _LONG},
     "log-probabilities of 128 choices": lambda: {
         "messages": [{"role": "user", "content": "a"}],

@@ -6,7 +6,7 @@ without such settings cost nothing. Rows do not depend on each other.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -115,8 +115,8 @@ class SamplingState:
         self._vocab_size = vocab_size
         self._tokens = list(request.history) if sampling.bad_words else []
         self.bias = _shifts_of(sampling.logit_bias)
-        self.allowed = np.array(sorted(sampling.allowed_ids), dtype=np.int64)
-        """Sorted tokens that can be sampled. Empty means all."""
+        self.forbidden = _mask_of_others(sampling.allowed_ids, vocab_size) if sampling.allowed_ids else None
+        """Mask ``[vocab_size]`` of the tokens that cannot be sampled; None if all can be."""
         self.counts: TokenCounts | None = None
         if sampling.has_penalties:
             prompt = request.history[: request.prompt_len] if sampling.repetition_penalty != 1 else []
@@ -143,6 +143,12 @@ class SamplingState:
         return banned if is_any_left else set()
 
 
+def _mask_of_others(token_ids: Collection[int], vocab_size: int) -> NDArray[np.bool_]:
+    mask = np.ones(vocab_size, dtype=np.bool_)
+    mask[np.fromiter(token_ids, dtype=np.int64)] = False
+    return mask
+
+
 def _shifts_of(shifts: dict[int, float]) -> Shifts:
     return np.fromiter(shifts.keys(), dtype=np.int64), np.fromiter(shifts.values(), dtype=np.float32)
 
@@ -157,19 +163,19 @@ def process(logits: Tensor, states: Mapping[int, SamplingState], positions: Sequ
     """
     grammars = {row: state.grammar for row, state in states.items() if state.grammar is not None}
     before = logits[device_of(logits).put_index(list(grammars))] if grammars else logits
-    _forbid_others(logits, {row: state.allowed for row, state in states.items() if len(state.allowed)})
+    _forbid_others(logits, {row: state.forbidden for row, state in states.items() if state.forbidden is not None})
     _shift(logits, {row: state.bias for row, state in states.items() if len(state.bias[0])})
     _forbid(logits, {row: banned for row, state in states.items() if (banned := state.banned(positions[row]))})
     _penalise(logits, states, {row: state.counts for row, state in states.items() if state.counts is not None})
     _keep_to(logits, before, {row: grammar.allowed(positions[row]) for row, grammar in grammars.items()})
 
 
-def _forbid_others(logits: Tensor, allowed: Mapping[int, NDArray[np.int64]]) -> None:
-    if allowed:
-        index = _index(allowed, logits)
-        kept = logits[index]
-        logits[device_of(logits).put_index(list(allowed))] = -math.inf
-        logits[index] = kept
+def _forbid_others(logits: Tensor, forbidden: Mapping[int, NDArray[np.bool_]]) -> None:
+    """Forbid the tokens of each row's mask, since lists of allowed tokens may be as long as the vocabulary."""
+    if forbidden:
+        masks = device_of(logits).put(torch.from_numpy(np.stack(list(forbidden.values()))))
+        for row, mask in zip(forbidden, masks, strict=True):
+            logits[row].masked_fill_(mask, -math.inf)
 
 
 def _forbid(logits: Tensor, banned: Mapping[int, set[int]]) -> None:

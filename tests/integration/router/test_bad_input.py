@@ -71,6 +71,11 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("logprobs", 21, "Input should be less than or equal to 20, got 21"),
     ("logit_bias", {"258": 2}, "there is no token 258; allowed: 0 to 257"),
     ("logit_bias.7", {"7": 101}, "Input should be less than or equal to 100, got 101"),
+    (
+        "logit_bias",
+        dict.fromkeys(map(str, range(1025)), 1),
+        "must have at most 1024 items, got {'0': 1, '1': 1, '2': 1, '3': 1, '4': 1, '5': 1, '6': 1, ...",
+    ),
     ("logit_bias.x", {"x": 1}, "Input should be a valid integer, unable to parse string as an integer, got 'x'"),
     ("allowed_token_ids", [], "must have at least 1 items, got []"),
     ("allowed_token_ids", [1, 999], "there is no token 999; allowed: 0 to 257"),
