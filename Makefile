@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make serve      start a local cluster on http://127.0.0.1:8000; Ctrl-C stops it"
 	@echo "make unit       run the unit tests, except those of GPU kernels (two minutes on two cores)"
-	@echo "make test       run all tests except the full matrix (twelve minutes on two idle cores)"
+	@echo "make test       run all tests except the full matrix (fourteen minutes on two idle cores)"
 	@echo "make test-full  run all tests, with every combination of the matrices"
 	@echo "make chaos      run every fault in a real cluster and print a table of the results"
 	@echo "make lint       check formatting, lint, types and import rules"

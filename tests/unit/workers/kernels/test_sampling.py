@@ -106,7 +106,7 @@ def test_sampling_does_not_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     states: list[Any] = [
         SimpleNamespace(
             sampling=row,
-            allowed=np.arange(3),
+            forbidden=np.arange(VOCAB_SIZE) < 3,
             bias=(np.arange(2), np.ones(2, np.float32)),
             banned=lambda _: {3},
             counts=SimpleNamespace(ids=np.arange(4), counts=np.ones(4, np.float32)),
