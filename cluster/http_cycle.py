@@ -98,6 +98,9 @@ class Cycle:
                 status, headers = HTTPStatus.INTERNAL_SERVER_ERROR, [(b"content-length", b"0")]
                 await self.send({"type": "http.response.start", "status": status, "headers": headers})
                 await self.send({"type": "http.response.body"})
+        finally:
+            # Without a reference to the connection, nothing waits for the garbage collector.
+            self._close = self._on_response = lambda: None
 
     async def receive(self) -> Message:
         """Return what has arrived of the body, or wait for more, or for the client's departure."""

@@ -19,7 +19,8 @@ from tests.fakes.pairwise import Case, all_in_turn, all_pairs
 pytestmark = pytest.mark.integration
 
 WORKER = "tests.fakes.choosing_worker:WorkerWithCheapExchange"
-NUM_TOKENS = 20
+NUM_TOKENS, MANY_TOKENS = 20, 64
+"""Number of tokens of an answer in pairs of factors, and in the whole matrix."""
 PAGE_SIZE = 8
 MOONCAKE: Case = {
     "family": "qwen3",
@@ -77,13 +78,19 @@ def config_of(case: Case, role: Role = Role.PREFILL, backend: str = "shared_memo
     )
 
 
-def check(case: Case, models: Models, engine: LocalEngine, backend: str = "shared_memory") -> None:
+def check(
+    case: Case,
+    models: Models,
+    engine: LocalEngine,
+    backend: str = "shared_memory",
+    num_tokens: int = NUM_TOKENS,
+) -> None:
     """Check that the answers to the case's prompts equal transformers'."""
     prompts, folder = prompts_of(case["lengths"]), models.folder(case["family"])
     with engine.running(folder, config_of(case, backend=backend)) as cluster:
-        answers = cluster.answer(asked(prompts, NUM_TOKENS, NUM_LOGPROBS), timeout_s=120)
+        answers = cluster.answer(asked(prompts, num_tokens, NUM_LOGPROBS), timeout_s=120)
     for prompt, answer in zip(prompts, answers, strict=True):
-        models.oracle(folder, NUM_TOKENS).check(prompt, answer)
+        models.oracle(folder, num_tokens).check(prompt, answer)
     check_ways(case, engine)
 
 
@@ -113,7 +120,7 @@ def test_tokens_equal_transformers_over_mooncake(models: Models, engine: LocalEn
 @pytest.mark.full
 @pytest.mark.parametrize("case", in_loading_order(all_in_turn(CROSSED, TURNING)), ids=name_of)
 def test_tokens_equal_transformers_for_the_whole_matrix(models: Models, engine: LocalEngine, case: Case) -> None:
-    check(case, models, engine)
+    check(case, models, engine, num_tokens=MANY_TOKENS)
 
 
 def follow_ups(oracle: Oracle) -> dict[str, tuple[list[int], int]]:

@@ -33,7 +33,7 @@ def test_tokens_equal_transformers_for_all_pairs_of_factors(models: Models, engi
 @pytest.mark.full
 @pytest.mark.parametrize("case", matrix.in_loading_order(ALL), ids=matrix.name_of)
 def test_tokens_equal_transformers_for_the_whole_matrix(models: Models, engine: LocalEngine, case: Case) -> None:
-    matrix.check(case, models, engine)
+    matrix.check(case, models, engine, num_tokens=matrix.MANY_TOKENS)
 
 
 @pytest.mark.parametrize("case", matrix.in_loading_order(all_pairs(matrix.CACHED | TURNING)), ids=matrix.name_of)
