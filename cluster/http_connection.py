@@ -113,22 +113,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._crowd.add_idle(self._wire)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+        client = partial(self.client_of, running.scope if running is not None else {"client": self.client})
+        self._crowd.take_turn(partial(self._end, exc), client)
+
+    def _end(self, exc: Exception | None) -> None:
+        """Tell a running request that its client has left, and forget the connection."""
         self._stop_timer()
         self._forget_reader()
         self._crowd.forget_idle(self._wire)
         self._crowd.forget_head(self._wire)
         self._unset_keepalive_if_required()
         running = self._running
-        self.cycle = cast(Any, None)  # uvicorn would wake its task at once
         super().connection_lost(exc)
         if running is not None and not running.response_complete:
-            running.disconnected = True
-            self._crowd.take_turn(running.leave, partial(self.client_of, running.scope))
-        else:
-            self._free()
-
-    def _free(self) -> None:
-        """Break the cycles of references, so that no memory waits for the garbage collector."""
+            running.leave()
+        # Without cycles of references, no memory waits for the garbage collector.
         self.transport = self.flow = self.cycle = self._running = cast(Any, None)
 
     def pause_writing(self) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 MAX_TURNS = 4
-"""Maximum number of requests that start or lose their clients in one pass of the event loop."""
+"""Maximum number of requests that start, and of connections that end, in one pass of the event loop."""
 MAX_READ_S = 0.005
 """Time in one pass of the event loop after which nothing more is read from connections."""
 MAX_WAITING_READS = 256
@@ -63,7 +63,7 @@ class _Turns:
 class Crowd:
     """All HTTP connections of one event loop.
 
-    In each pass of the loop, only so much is read, and so few requests start or lose their clients, that streams and
+    In each pass of the loop, only so much is read, and so few requests start and connections end, that streams and
     timers never wait for a crowd of clients.
     """
 
@@ -112,7 +112,7 @@ class Crowd:
             self._read_now(parse)
 
     def take_turn(self, call: Callable[[], object], client: Callable[[], Hashable]) -> None:
-        """Start or end a request, in a later pass of the event loop if ``MAX_TURNS`` have been taken in this one."""
+        """Start a request or end a connection, in a later pass if ``MAX_TURNS`` have been taken in this one."""
         if not self._is_counting:
             self._count_pass()
         if self._num_left and not self._turns:

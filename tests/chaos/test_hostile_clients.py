@@ -32,6 +32,7 @@ ACCEPTED = {
     "1,024 long prompts",
     "an unknown field of 3 MB",
     "bad words of 700 prompts",
+    "biases of 1,024 prompts",
     "log-probabilities of 128 choices",
     "deeply nested arguments",
     "idle connections",
