@@ -15,8 +15,8 @@ import uvloop
 
 from cluster.bootstrap.client import watch_table
 from cluster.channel import AsyncInbox, Outbox
-from cluster.http_crowd import handles_of
-from cluster.http_reader import read_in_turn
+from cluster.http.crowd import handles_of
+from cluster.http.reader import read_in_turn
 from cluster.spec.clock import LEASE_S, SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http_connection import ARRIVED_KEY, REFUSAL_KEY, Refusal
+from cluster.http.connection import ARRIVED_KEY, REFUSAL_KEY, Refusal
 from cluster.spec.config import DeployConfig
 from router.api.errors import EXPECTED_ERRORS, answer_error
 from router.api_keys import ApiKey

@@ -25,7 +25,7 @@ from cluster.bootstrap import service as bootstrap
 from cluster.bootstrap.table import BootstrapTable
 from cluster.channel import AsyncInbox, Outbox
 from cluster.grammar import Grammars
-from cluster.http_connection import BoundedHttpProtocol
+from cluster.http.connection import BoundedHttpProtocol
 from cluster.spec.clock import SystemClock
 from cluster.spec.messages import Command, CommandResult, Message
 from router.api_keys import read_keys
@@ -111,7 +111,7 @@ class HttpSurface:
         self._loop = asyncio.new_event_loop()
         self._state = ServerState()
         self._problems = _Problems()
-        logging.getLogger("cluster.http_cycle").addHandler(self._problems)
+        logging.getLogger("cluster.http.cycle").addHandler(self._problems)
         logging.getLogger("asyncio").addHandler(self._problems)
         self._config = uvicorn.Config(
             self._loop.run_until_complete(self._build()), lifespan="off", log_config=None, ws="none"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cluster import http_crowd
 from cluster.bootstrap import service
 from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer
-from cluster.http_connection import MAX_PIPELINED, BoundedHttpProtocol
+from cluster.http import crowd as http_crowd
+from cluster.http.connection import MAX_PIPELINED, BoundedHttpProtocol
 from router import connection, relay
 from router.api import status as status_routes
 from router.preprocess.model import MIN_BODY_BYTES

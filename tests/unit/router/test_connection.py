@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Message
 
-from cluster.http_cycle import LEFT_KEY, Departure
+from cluster.http.cycle import LEFT_KEY, Departure
 from router.answer import Answer
 from router.connection import EventStream, event
 from tests.fakes.dispatching import ask

@@ -11,14 +11,14 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from cluster import http_connection
-from cluster.http_connection import (
+from cluster.http import connection as http_connection
+from cluster.http.connection import (
     MAX_HEAD_BYTES,
     MAX_PIPELINED,
     BoundedHttpProtocol,
     Refusal,
 )
-from cluster.http_crowd import Crowd
+from cluster.http.crowd import Crowd
 from tests.fakes.wire import Wire
 
 IDLE_S = 0.1

@@ -18,9 +18,9 @@ import httptools
 from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from cluster.http_crowd import Crowd
-from cluster.http_cycle import Cycle
-from cluster.http_reader_watch import ReaderWatch
+from cluster.http.crowd import Crowd
+from cluster.http.cycle import Cycle
+from cluster.http.slow_client import SlowClientWatch
 from cluster.spec.clock import SystemClock
 
 MAX_HEAD_BYTES = 64 << 10
@@ -85,7 +85,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _awaited: _Stage | None = None
     """Stage that the timer limits."""
     _timer: asyncio.TimerHandle | None = None
-    _reader: ReaderWatch | None = None
+    _reader: SlowClientWatch | None = None
     """Watch over the client while a response waits for it."""
     _num_head_bytes = 0
     """Bytes since the last packet with the end of a head, a part of a body, or the end of a request."""
@@ -135,7 +135,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reader = ReaderWatch(self._wire, self.read_s)
+        self._reader = SlowClientWatch(self._wire, self.read_s)
         self._crowd.add_unread(self._wire, self.client_of(self._running.scope if self._running is not None else {}))
 
     def resume_writing(self) -> None:

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-from cluster.http_connection import BoundedHttpProtocol
-from cluster.http_crowd import Crowd
+from cluster.http.connection import BoundedHttpProtocol
+from cluster.http.crowd import Crowd
 
 
 def read_in_turn(protocol: type[BoundedHttpProtocol]) -> Any:

@@ -7,7 +7,7 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from cluster.http_cycle import LEFT_KEY, Cycle
+from cluster.http.cycle import LEFT_KEY, Cycle
 from tests.fakes.wire import Wire
 
 

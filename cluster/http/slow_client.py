@@ -21,7 +21,7 @@ def num_unread(transport: asyncio.Transport) -> int:
     return transport.get_write_buffer_size() + queued[0]
 
 
-class ReaderWatch:
+class SlowClientWatch:
     """Watch over a client for which a response waits; it is disconnected if it reads too slowly."""
 
     def __init__(self, wire: asyncio.Transport, read_s: float) -> None:

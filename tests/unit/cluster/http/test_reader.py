@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from cluster import http_crowd
-from cluster.http_connection import BoundedHttpProtocol
-from cluster.http_crowd import MAX_WAITING_READS, Crowd
-from cluster.http_reader import Reader
+from cluster.http import crowd as http_crowd
+from cluster.http.connection import BoundedHttpProtocol
+from cluster.http.crowd import MAX_WAITING_READS, Crowd
+from cluster.http.reader import Reader
 from tests.fakes.wire import Wire
 
 

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from cluster import http_crowd
-from cluster.http_crowd import MAX_HEADS_BYTES, MAX_TURNS, MAX_UNREAD_BYTES, Crowd
+from cluster.http import crowd as http_crowd
+from cluster.http.crowd import MAX_HEADS_BYTES, MAX_TURNS, MAX_UNREAD_BYTES, Crowd
 
 
 async def test_only_a_few_requests_start_in_one_pass_of_the_loop() -> None:
