@@ -26,6 +26,8 @@ GRACE_S = 3.0
 _KILL_S = 10.0
 _REMOVE_TRIES = 10
 _DISMISS = "dismiss"
+GONE = "the driver has ended without a word: somebody has killed it, or Ray, because its raylet has died"
+"""What the guard says when the driver has not dismissed it."""
 _TRIM_S = 30.0
 _NEW_OBJECTS = 10_000
 """Number of new objects after which the collector looks at them."""
@@ -186,12 +188,14 @@ def _remove(folder: Path) -> None:
 
 
 def main() -> None:
-    """Wait until the driver has ended, then kill the sessions that it registered."""
+    """Wait until the driver has ended; unless it has dismissed the guard, say so and kill the registered sessions."""
     sessions = []
     for line in sys.stdin:
         if line.strip() == _DISMISS:
             return
         sessions.append(int(line))
+    with contextlib.suppress(OSError):  # the terminal is gone as well
+        print(f"error: {GONE}", file=sys.stderr, flush=True)
     deadline_s = time.monotonic() + GRACE_S
     while living_in(sessions) and time.monotonic() < deadline_s:
         time.sleep(0.1)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from cluster.cli.running import control_path
+from cluster.processes import GONE
 from tests.fakes.cluster import CLUSTER, STOP_S, RunningCluster
 from tests.leftovers import find_processes
 from tests.terminal import Terminal
@@ -24,12 +25,14 @@ def signal_its_group(cluster: RunningCluster) -> None:
 
 
 def kill_its_raylet(cluster: RunningCluster) -> None:
-    """Kill Ray's daemon of this machine. The driver must end with an error."""
+    """Kill Ray's daemon of this machine. The driver must end with an error; in some cases, Ray ends it at once."""
     terminal = cluster.terminal
     kill_daemon("raylet", terminal.pid)
     assert terminal.wait(STOP_S) == 1, terminal.screen
-    error = "error: the raylet of this machine has died, and with it all processes of the cluster here"
-    assert terminal.output.rstrip().splitlines()[-1].startswith(error)
+    terminal.wait_until(lambda: "error: " in terminal.output, STOP_S)
+    own = "the raylet of this machine has died, and with it all processes of the cluster here"
+    last = terminal.output.rstrip().splitlines()[-1]
+    assert last.startswith((f"error: {own}", f"error: {GONE}")), terminal.screen
     assert find_processes(CLUSTER, cluster.name) == []
     assert _files_of(cluster) == []
 
@@ -38,6 +41,7 @@ def kill_its_driver(cluster: RunningCluster) -> None:
     """Kill the driver. All other processes must end, and only the driver's own note and socket remain."""
     os.kill(cluster.terminal.pid, signal.SIGKILL)
     assert cluster.terminal.wait(STOP_S) == -signal.SIGKILL
+    cluster.terminal.wait_until(lambda: f"error: {GONE}" in cluster.terminal.output, STOP_S)
     deadline_s = time.monotonic() + STOP_S
     while left := find_processes(CLUSTER, cluster.name):
         assert time.monotonic() < deadline_s, left
