@@ -19,14 +19,11 @@ from cluster.spec.memory import GIB, GpuMemory
 from cluster.spec.ranks import axis_problems, positions
 from cluster.spec.strategy import ShardLinear
 from tests.fakes.loading_rank import groups_of
-from tests.unit.cluster.test_plan import RunBaton, baton
+from tests.unit.cluster.conftest import RunBaton
 from workers.device import CPU
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
-
-__all__ = ["baton"]
-"""A fixture."""
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 

@@ -16,12 +16,9 @@ from cluster.spec.errors import ConfigError, UserError
 from cluster.spec.ids import Role
 from cluster.spec.kv import KvGroup
 from cluster.spec.loader import load_config
-from tests.unit.cluster.test_plan import RunBaton, baton
+from tests.unit.cluster.conftest import RunBaton
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
-
-__all__ = ["baton"]
-"""A fixture."""
 
 Axes = dict[str, int]
 DECODE_AXES = {"dp", "tp", "pp", "ep"}
