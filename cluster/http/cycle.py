@@ -131,7 +131,7 @@ class Cycle:
         assert not self.response_started
         self.response_started = True
         self._expects_continue = False
-        head, has_length = [_STATUS_LINES[status]], False
+        head, has_length = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status], False
         for name, value in headers:
             assert b"\n" not in value, (name, value)
             has_length = has_length or name == b"content-length"

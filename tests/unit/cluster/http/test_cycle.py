@@ -59,6 +59,12 @@ async def test_an_answer_to_http_1_0_ends_with_the_connection() -> None:
     assert exchange.wire.is_closed
 
 
+async def test_a_status_needs_no_name() -> None:
+    exchange = Exchange()
+    await exchange.answer(b"", status=499, headers={"content-length": "0"})
+    assert exchange.wire.text == "HTTP/1.1 499 \r\ncontent-length: 0\r\n\r\n"
+
+
 @pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("GET", 204), ("GET", 304)])
 async def test_some_answers_have_no_body(method: str, status: int) -> None:
     exchange = Exchange(method)
