@@ -270,7 +270,8 @@ class RequestTable:
         assert room not in self._by_room, f"room {room} drawn twice"
         self._by_room[room] = request
         submit = request.make_submit(room, route, shared.room if shared is not None else None, self.me)
-        request.submit, request.cached_tokens, request.last_output_s = submit, route.cached_tokens, now_s
+        request.submit, request.last_output_s = submit, now_s
+        request.cached_tokens, request.known_tokens = route.cached_tokens, route.known_tokens
         request.num_unanswered = 0
         self._move(request, RequestPhase.WAITING, "attempt")
         if submit.prefill is not None:

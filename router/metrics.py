@@ -117,6 +117,8 @@ class Metrics(Collector):
         self._cached_by_tier = count("cached_tokens_by_tier", "Cached prompt tokens, by tier.", "tier")
         self._cache_queries = count("prefix_cache_queries", "Prompt tokens looked up in a cache.")
         self._cache_hits = count("prefix_cache_hits", "Looked-up prompt tokens found in a cache.")
+        self._cache_known = count("prefix_cache_known", "Prompt tokens that the router expected in a cache.")
+        self._cache_missed = count("prefix_cache_missed", "Expected prompt tokens that no cache had.")
         self.generation_tokens = count("generation_tokens", "Generated tokens.")
         self.skipped = count("prefill_skipped", "Prompts computed by decode (prefill.skip_below_tokens).")
         self.parity_probes = count("parity_probes", "Parity probes (router.parity_probe_s), by result.", "result")
@@ -194,8 +196,11 @@ class Metrics(Collector):
                 self._prompts.observe(prompt_len)
                 self._cache_queries.add(0 if request.page_keys is None else prompt_len)
 
-    def on_prompt(self, prompt_len: int, num_cached: int) -> None:
+    def on_prompt(self, prompt_len: int, num_cached: int, num_known: int) -> None:
+        """Count a prompt's cached tokens, and those that the router knew."""
         self._cache_hits.add(num_cached)
+        self._cache_known.add(num_known)
+        self._cache_missed.add(max(num_known - num_cached, 0))
         self._computed.observe(prompt_len - num_cached)
 
     def on_phases(self, times: PhaseTimes, phases: Iterable[Phase]) -> None:

@@ -25,6 +25,7 @@ MAX_KNOWN_PAGES = 1 << 22
 """Maximum number of page keys that the router stores for all replicas, at about 100 bytes each."""
 _WEIGHTS = TierWeights(host=0.9, storage=0.6)
 """Page values of the lower tiers: copying from host memory beats computing, but storage may deliver too late."""
+_ALIKE = TierWeights(host=1.0, storage=1.0)
 MAX_IMBALANCE, MAX_RATIO = 32, 2.0
 """Limits on the difference and ratio of open requests between the busiest and the least busy replica.
 
@@ -185,7 +186,10 @@ class Picker:
         if skip_below and len(request.prompt_ids) - self._cached_for_sure(decode.peer, request) < skip_below:
             return Route(prefill=None, decode=decode.peer)
         prefill = self._choose(Role.PREFILL, self._with_room(prefills) or prefills, request, room)
-        return Route(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens)
+        known_tokens = self._known_tokens(prefill.peer, request) if prefill.cached_tokens else 0
+        return Route(
+            prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens, known_tokens=known_tokens
+        )
 
     def _choose(self, role: Role, peers: Sequence[Peer], request: GenerateRequest, room: Room) -> Candidate:
         keys = self._keys(role, request)
@@ -233,6 +237,10 @@ class Picker:
         """Return the number of prompt tokens that decode has cached, except in storage, which may deliver too late."""
         keys = self._keys(Role.DECODE, request)
         return int(self.pages.weighted_count(decode, keys, TierWeights(host=1.0)) * self._page_size)
+
+    def _known_tokens(self, prefill: Peer, request: GenerateRequest) -> int:
+        """Return the number of prompt tokens that prefill has in any tier."""
+        return int(self.pages.weighted_count(prefill, self._keys(Role.PREFILL, request), _ALIKE)) * self._page_size
 
     def _keys(self, role: Role, request: GenerateRequest) -> Sequence[bytes]:
         """Return the keys of the prompt's pages that replicas of this role may have cached."""

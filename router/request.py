@@ -28,7 +28,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill replica; None if decode computes the uncached part of the prompt."""
     decode: Peer
     cached_tokens: int = 0
-    """Prompt tokens that prefill is expected to find in its cache."""
+    """Prompt tokens that prefill is expected to find in its cache, weighted by tier."""
+    known_tokens: int = 0
+    """Prompt tokens that prefill is expected to find in any tier."""
 
 
 class RequestPhase(StrEnum):
@@ -98,7 +100,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True
     submit: Submit | None = None
     """Message that started the current attempt; None in phase PENDING."""
     cached_tokens: int = 0
-    """Prompt tokens that prefill is expected to find in its cache."""
+    known_tokens: int = 0
+    """Prompt tokens that prefill is expected to find in the current attempt; see ``Route``."""
     output_ids: list[int] = msgspec.field(default_factory=list)
     """Tokens sent to the client, by all attempts."""
     avoided: frozenset[Peer] = frozenset()

@@ -96,10 +96,8 @@ def test_page_keys_are_computed_if_there_is_a_cache(
     assert Picker(config, Directory(grace_s=3.0), LoadBook(), breakers).prefix_roles == roles
 
 
-@pytest.mark.parametrize(("tier", "is_skipped"), [(Tier.DEVICE, True), (Tier.HOST, True), (Tier.STORAGE, False)])
-def test_decode_computes_short_prompts_missing_from_its_memory(tier: Tier, *, is_skipped: bool) -> None:
-    """Storage could fail to deliver, and decode would then compute a long prompt next to its streams."""
-    config = DeployConfig.model_validate({"kv": {"page_size": 64}, "prefill": {"skip_below_tokens": 128}})
+def picked_with_cached_prompt(config: DeployConfig, tier: Tier) -> Route | None:
+    """Return the choice for a prompt of 256 pages that all replicas have in one tier."""
     directory = Directory(grace_s=3.0)
     directory.update(table_of(*map(entry_of, PEERS)), 0.0)
     picker = Picker(config, directory, LoadBook(), Breakers(max_failures=1, open_s=10.0), random.Random(0))
@@ -113,9 +111,24 @@ def test_decode_computes_short_prompts_missing_from_its_memory(tier: Tier, *, is
         picker.pages.on_kv_events(events, 0.0)
         events = msgspec.structs.replace(events, number=1, stored=page_keys(prompt, 64, ""), tier=tier)
         picker.pages.on_kv_events(events, 0.0)
-    route = picker.pick(ask, Room(1), frozenset(), 0.0)
+    return picker.pick(ask, Room(1), frozenset(), 0.0)
+
+
+@pytest.mark.parametrize(("tier", "is_skipped"), [(Tier.DEVICE, True), (Tier.HOST, True), (Tier.STORAGE, False)])
+def test_decode_computes_short_prompts_missing_from_its_memory(tier: Tier, *, is_skipped: bool) -> None:
+    """Storage could fail to deliver, and decode would then compute a long prompt next to its streams."""
+    config = DeployConfig.model_validate({"kv": {"page_size": 64}, "prefill": {"skip_below_tokens": 128}})
+    route = picked_with_cached_prompt(config, tier)
     assert route is not None
     assert (route.prefill is None) == is_skipped
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_known_tokens_are_those_of_all_tiers_without_the_last_page(tier: Tier) -> None:
+    route = picked_with_cached_prompt(DeployConfig.model_validate({"kv": {"page_size": 64}}), tier)
+    assert route is not None
+    assert route.known_tokens == 255 * 64
+    assert (route.cached_tokens == route.known_tokens) == (tier is Tier.DEVICE)
 
 
 def test_a_further_choice_that_is_tried_again_needs_pages_for_its_prompt() -> None:
