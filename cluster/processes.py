@@ -27,7 +27,7 @@ _KILL_S = 10.0
 _REMOVE_TRIES = 10
 _DISMISS = "dismiss"
 GONE = "the driver has ended without a word: somebody has killed it, or Ray, because its raylet has died"
-"""What the guard says when the driver has not dismissed it."""
+"""Message of the guard when the driver has not dismissed it."""
 _TRIM_S = 30.0
 _NEW_OBJECTS = 10_000
 """Number of new objects after which the collector looks at them."""

@@ -8,8 +8,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import uvicorn
@@ -68,6 +68,7 @@ class BootstrapServer:
         self._port = port
         # Versions start at the clock's time, so that they keep growing across restarts.
         table = BootstrapTable(lease_s, first_version=int(time.time() * 1000))
+        self._token = token
         self._app = create_app(table, token, SystemClock())
         self._stopped = threading.Event()
         self._server: uvicorn.Server | None = None
@@ -81,7 +82,7 @@ class BootstrapServer:
         """
         listener = _listen(self._host, self._port)
         self._port = listener.getsockname()[1]
-        self._server = server = _Server(self._app)
+        self._server = server = _Server(self._app, _authorization(self._token))
         self._thread = threading.Thread(target=self._serve, args=(server, listener), name="bootstrap", daemon=True)
         self._thread.start()
         deadline_s = time.monotonic() + _START_TIMEOUT_S
@@ -111,6 +112,24 @@ class HttpProtocol(BoundedHttpProtocol):
     """Connection of the service's client."""
 
     body_s = 10.0
+    authorization = b""
+    """Header of clients that hold the token."""
+    _is_member = False
+    """True once the client has shown the token. Then it does not wait behind strangers at the same address."""
+
+    @property
+    def address(self) -> Hashable:
+        return super().address, self._is_member
+
+    def client_of(self, scope: Scope) -> Hashable:
+        """Return the address, and whether the client has shown the token."""
+        del scope
+        return self.address
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        given = next((value for name, value in cycle.scope.get("headers", ()) if name == b"authorization"), b"")
+        self._is_member = self._is_member or secrets.compare_digest(given, self.authorization)
+        super()._start_asgi_task(cycle, app)
 
     def refused(self, refusal: Refusal) -> ASGIApp:
         """Return the application that answers a refused request."""
@@ -132,12 +151,12 @@ class _HeadAsGet:
 class _Server(uvicorn.Server):
     """HTTP server that ends all watches before it waits for open requests."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, authorization: bytes) -> None:
         self._watched: WatchedTable = app.state.watched
         super().__init__(
             uvicorn.Config(
                 app,
-                http=read_in_turn(HttpProtocol),
+                http=read_in_turn(type(HttpProtocol.__name__, (HttpProtocol,), {"authorization": authorization})),
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -196,8 +215,12 @@ def _routes(watched: WatchedTable) -> APIRouter:
     return routes
 
 
+def _authorization(token: str) -> bytes:
+    return f"Bearer {token}".encode()
+
+
 def _bearer(token: str) -> Callable[[Request], Awaitable[None]]:
-    expected = f"Bearer {token}".encode()
+    expected = _authorization(token)
 
     async def check(request: Request) -> None:
         if not secrets.compare_digest(request.headers.get("authorization", "").encode(), expected):

@@ -41,6 +41,8 @@ REFUSAL_KEY = "baton.refusal"
 ARRIVED_KEY = "baton.arrived_s"
 """Key of the time in an ASGI scope at which the request's head had arrived, by the system's monotonic clock."""
 
+_SHOWN_BYTES = 60
+"""Maximum number of a client's bytes in a message."""
 _LINE_BYTES = 4
 """Bytes of a header line besides name and value."""
 _TOO_LARGE = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
@@ -153,8 +155,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self.server is not None and self.server[1] == self.own_port
 
     @property
-    def address(self) -> str:
-        """Address of the client; empty if it is unknown."""
+    def address(self) -> Hashable:
+        """Address of the client, whose connections take turns with those of other addresses."""
         return self.client[0] if self.client else ""
 
     def data_received(self, data: bytes) -> None:
@@ -179,6 +181,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
+        if self.headers[-1][0] == b"transfer-encoding" and value.lower() != b"chunked":
+            message = f"the transfer encoding {value[:_SHOWN_BYTES]!r} is not supported, use chunked"
+            raise Refusal(HTTPStatus.NOT_IMPLEMENTED, "unsupported_encoding", message)
         if len(self.headers) > MAX_HEADERS:
             raise Refusal(_TOO_LARGE, "too_many_headers", f"the request has more than {MAX_HEADERS} headers")
 
@@ -217,8 +222,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if last is None or last.response_complete:
             self._start_asgi_task(self.cycle, self.app)
         else:
-            self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
+            if len(self.pipeline) == MAX_PIPELINED:  # while reading is paused, nobody notices that the client leaves
+                self.flow.pause_reading()
 
     def _cycle(self, scope: Scope, keep_alive: bool) -> Any:
         """Return a request, in place of uvicorn's class."""
@@ -227,7 +233,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._wire,
             self.flow,
             keep_alive=keep_alive,
-            expects_continue=self.expect_100_continue,
+            expects_continue=self.expect_100_continue and scope["http_version"] != "1.0",
             close=self._close,
             on_response=self.on_response_complete,
         )

@@ -159,6 +159,24 @@ async def test_heads_within_the_limit_and_long_bodies_are_accepted(size: int) ->
     assert not connection.wire.is_closed
 
 
+async def test_a_client_that_leaves_is_noticed_although_another_request_waits() -> None:
+    connection = Connection()
+    connection.send(post("/wait"), *[GET] * (MAX_PIPELINED - 1))
+    await asyncio.sleep(0)
+    assert not connection.wire.is_paused
+    connection.send(GET)
+    assert connection.wire.is_paused
+    connection.protocol.connection_lost(None)
+    await settle(lambda: not connection.state.tasks)
+
+
+async def test_an_unknown_transfer_encoding_is_refused() -> None:
+    connection = Connection()
+    connection.send(post("/", "transfer-encoding: gzip, chunked"))
+    said = await connection.refusal()
+    assert said.startswith("501 Not Implemented|unsupported_encoding: the transfer encoding b'gzip, chunked' is not")
+
+
 async def test_more_pipelined_requests_than_the_limit_are_refused() -> None:
     connection = Connection()
     connection.send(GET * 2000)
