@@ -11,8 +11,11 @@ from cluster.spec.clock import Clock
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Peer, Role
 from cluster.spec.messages import (
+    CheckHealth,
     CommandResult,
+    Drain,
     Failure,
+    Healthy,
     Inquire,
     KvEvents,
     Message,
@@ -97,6 +100,8 @@ class Relay:
         self._num_answers = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self.drain_asked = asyncio.Event()
+        """Set when the driver wants the router to drain."""
         self._is_draining = self._is_paused = False
 
     def now_s(self) -> float:
@@ -169,9 +174,7 @@ class Relay:
                 for output in message.outputs:
                     self._perform(self._requests.on_output(output, now_s))
             case Failure():
-                facts = with_facts(room=message.room, replica=message.replica)
-                _log.warning("a replica failed an attempt: %s", message.reason, extra=facts)
-                self._perform(self._requests.on_failure(message, now_s))
+                self._on_failure(message, now_s)
             case Inquire():
                 self._perform(self._requests.on_inquire(message))
             case KvEvents():
@@ -180,6 +183,10 @@ class Relay:
                 self.commands.on_result(message)
             case RankTrace():
                 self.traces.on_part(message)
+            case CheckHealth():
+                self._sending.send(message.reply_to, Healthy())
+            case Drain():
+                self.drain_asked.set()
             case _:
                 self._requests.dropped["foreign"] += 1
         self._on_change()
@@ -293,6 +300,12 @@ class Relay:
         """Retry a request that could not be sent. Replicas that lost other messages are found by their silence."""
         if isinstance(message, Submit):
             self._perform(self._requests.on_unreachable(message.room, address, reason, self._clock.now_s()))
+
+    def _on_failure(self, failure: Failure, now_s: float) -> None:
+        if actions := self._requests.on_failure(failure, now_s):  # none for an attempt that has ended
+            facts = with_facts(room=failure.room, replica=failure.replica)
+            _log.warning("a replica failed an attempt: %s", failure.reason, extra=facts)
+            self._perform(actions)
 
     def _on_kv_events(self, events: KvEvents, now_s: float) -> None:
         if self._picker.pages.on_kv_events(events, now_s):

@@ -46,7 +46,6 @@ _CLOSE_S = 1
 """Maximum time to finish responses when the router stops."""
 _TABLE_S = 0.02
 """Interval between checks for the rank table."""
-_LOOPBACK = "127.0.0.1"
 
 
 class RouterServer:
@@ -84,37 +83,28 @@ class RouterServer:
         self._thread: threading.Thread | None = None
         self._running: Future[_Running] = Future()
         self._error: BaseException | None = None
-        self.own_url = ""
-        """URL of this process for the driver, which hears of it even if the endpoint is crowded."""
+        self._is_drained = False
 
     def start(self) -> str:
         """Start serving in a thread; return the endpoint's URL."""
         assert self._thread is None, "a router can start only once"
         is_shared = self._share.num_processes > 1
-        listeners = [_listen(self._config.router.host, self._config.router.port, is_shared)]
-        url = f"http://{_reachable(self._config.router.host, self._host)}:{listeners[0].getsockname()[1]}"
-        listeners.append(own := _listen(_LOOPBACK, 0))
-        self.own_url = f"http://{_LOOPBACK}:{own.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._serve, args=[listeners], name="baton-router", daemon=True)
+        listener = _listen(self._config.router.host, self._config.router.port, is_shared)
+        url = f"http://{_reachable(self._config.router.host, self._host)}:{listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve, args=[listener], name="baton-router", daemon=True)
         self._thread.start()
         self._running.result()
         return url
+
+    @property
+    def address(self) -> str:
+        """Channel address at which a started router gets messages, CheckHealth and Drain among them."""
+        return self._running.result().address
 
     def start_preprocessing(self) -> None:
         """Start the processes that preprocess long bodies, before the first one arrives."""
         running = self._running.result()
         running.loop.call_soon_threadsafe(running.preprocess.start_processes)
-
-    def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests with 503 and wait for open ones; return whether all of them ended."""
-        running = self._running.result()
-        waiting = asyncio.run_coroutine_threadsafe(running.relay.drain(), running.loop)
-        try:
-            waiting.result(timeout_s)
-        except TimeoutError:
-            waiting.cancel()
-            return False
-        return True
 
     def stop(self) -> None:
         """Fail open requests and end the thread. Can be called twice, and before ``start``."""
@@ -126,12 +116,16 @@ class RouterServer:
                 running.loop.call_soon_threadsafe(running.stopped.set)
         self._thread.join()
 
-    def run(self) -> None:
-        """Block until ``stop``; raise the error if the router fails."""
+    def run(self) -> bool:
+        """Block until ``stop`` or the end of a drain; return whether a drain finished all open requests.
+
+        Raises the error if the router fails.
+        """
         assert self._thread is not None, "start the router before running it"
         self._thread.join()
         if self._error is not None:
             raise self._error
+        return self._is_drained
 
     def service(self, inbox: AsyncInbox, outbox: Outbox) -> Service:
         """Return the parts that the HTTP routes use in the running event loop."""
@@ -161,37 +155,37 @@ class RouterServer:
             tracing=self._tracing,
         )
 
-    def _serve(self, listeners: list[socket.socket]) -> None:
+    def _serve(self, listener: socket.socket) -> None:
         try:
-            uvloop.run(self._main(listeners))
+            uvloop.run(self._main(listener))
         except BaseException as error:
             self._error = error
             if not self._running.done():
                 self._running.set_exception(error)
         finally:
-            for listener in listeners:
-                listener.close()
+            listener.close()
 
-    async def _main(self, listeners: list[socket.socket]) -> None:
+    async def _main(self, listener: socket.socket) -> None:
         key = self._rendezvous.channel_key
         with contextlib.closing(Outbox(key)) as outbox:
             async with AsyncInbox(self._host, key) as inbox:
-                await self._serve_until_stopped(listeners, self.service(inbox, outbox), inbox)
+                await self._serve_until_stopped(listener, self.service(inbox, outbox), inbox)
 
-    async def _serve_until_stopped(self, listeners: list[socket.socket], service: Service, inbox: AsyncInbox) -> None:
-        server = uvicorn.Server(_uvicorn_config(service, listeners[-1].getsockname()[1]))
+    async def _serve_until_stopped(self, listener: socket.socket, service: Service, inbox: AsyncInbox) -> None:
+        server = uvicorn.Server(_uvicorn_config(service))
         running = _Running(asyncio.get_running_loop(), service)
         tasks = {
             asyncio.create_task(service.relay.receive(inbox)),
             asyncio.create_task(self._follow_table(service.relay)),
             asyncio.create_task(service.preprocess.serve()),
             asyncio.create_task(running.stopped.wait()),
+            asyncio.create_task(self._drain(service.relay)),
         }
         if service.parity is not None:
             open_answer, now_s = service.relay.open, service.relay.now_s
             probing = service.parity.run(open_answer, lambda: service.gate.num_waiting > 0, now_s)
             tasks.add(asyncio.create_task(probing))
-        serving = asyncio.create_task(self._serve_http(server, listeners, service))
+        serving = asyncio.create_task(self._serve_http(server, listener, service))
         self._running.set_result(running)
         await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
         service.relay.stop()
@@ -200,12 +194,18 @@ class RouterServer:
         if service.tracing is not None:
             await asyncio.to_thread(service.tracing.close)
 
-    async def _serve_http(self, server: uvicorn.Server, listeners: list[socket.socket], service: Service) -> None:
+    async def _serve_http(self, server: uvicorn.Server, listener: socket.socket, service: Service) -> None:
         # Other processes may already accept requests on the port; this one joins them when it is ready.
         while self._share.num_processes > 1 and service.directory.snapshot is None and not server.should_exit:
             await asyncio.sleep(_TABLE_S)
-        public, own = listeners
-        await server.serve(sockets=[*handles_of(public), own])
+        await server.serve(sockets=handles_of(listener))
+
+    async def _drain(self, relay: Relay) -> None:
+        """Once the driver asks for it, refuse new requests with 503 and wait for the open ones."""
+        await relay.drain_asked.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(relay.drain(), self._config.router.drain_s)
+            self._is_drained = True
 
     async def _follow_table(self, relay: Relay) -> None:
         meeting = self._rendezvous
@@ -217,7 +217,7 @@ class RouterServer:
 class _Running:
     def __init__(self, loop: asyncio.AbstractEventLoop, service: Service) -> None:
         self.loop = loop
-        self.relay = service.relay
+        self.address = service.requests.me.address
         self.preprocess = service.preprocess
         self.stopped = asyncio.Event()
 
@@ -233,10 +233,10 @@ async def _settle(tasks: set[asyncio.Task[Any]], serving: asyncio.Task[None]) ->
         task.result()
 
 
-def _uvicorn_config(service: Service, own_port: int) -> uvicorn.Config:
+def _uvicorn_config(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(service),
-        http=read_in_turn(type(HttpProtocol.__name__, (HttpProtocol,), {"own_port": own_port, "keys": service.keys})),
+        http=read_in_turn(type(HttpProtocol.__name__, (HttpProtocol,), {"keys": service.keys})),
         ws="none",
         lifespan="off",
         log_config=None,

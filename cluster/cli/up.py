@@ -21,7 +21,7 @@ from cluster.log_files import LogSession
 from cluster.logs import ProcessLog, set_up_logs
 from cluster.processes import start_trimming, this_process
 from cluster.ray_system.environ import set_for_own_cluster
-from cluster.spec.clock import HEARTBEAT_S, LEASE_S
+from cluster.spec.clock import LEASE_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.env import TOKEN, check_environ, take_secrets
 from cluster.spec.errors import BatonError, ConfigError, Problem, SystemLostError, UserError
@@ -159,7 +159,6 @@ def _supervise(
 ) -> None:
     from cluster.cli.control import serve_commands
     from cluster.launch.launcher import Launcher
-    from cluster.launch.services import follow_router
     from cluster.supervisor.events import Failed, RouterSeen
     from cluster.supervisor.loop import Supervisor
     from cluster.supervisor.reconcile import RESTART_BACKOFF_S
@@ -167,8 +166,8 @@ def _supervise(
     def on_up() -> None:
         _announce(launcher, config, note, progress)
         for name in launcher.routers:
-            arguments = (partial(launcher.own_router_url, name), partial(saw_router, name), LEASE_S, HEARTBEAT_S)
-            threading.Thread(target=follow_router, args=arguments, daemon=True).start()
+            arguments = (name, partial(saw_router, name))
+            threading.Thread(target=launcher.follow_router, args=arguments, daemon=True).start()
 
     def saw_router(name: str, responds: bool) -> None:
         supervisor.post(RouterSeen(name, responds))

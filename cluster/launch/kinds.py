@@ -5,7 +5,6 @@ service. Heavy imports stay inside the methods, so that the process that starts 
 """
 
 import os
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,16 +14,12 @@ from cluster.processes import freeze_loaded_objects, start_trimming
 from cluster.spec.config import DeployConfig, Device
 from cluster.spec.env import ADMIN_KEY, API_KEYS, take_secrets
 from cluster.spec.ids import Incarnation
-from cluster.spec.messages import Drain
 from cluster.spec.registry import RankRecord
 from cluster.spec.worker_spec import Rendezvous, RouterShare, WorkerSpec
 
 if TYPE_CHECKING:
-    from cluster.channel import Inbox
     from router.server import RouterServer
     from workers.worker import Worker
-
-_INBOX_WAIT_S = 3600.0
 
 
 class _LoggingActor:
@@ -91,7 +86,7 @@ class WorkerActor(_LoggingActor):
 
 
 class RouterActor(_LoggingActor):
-    """Router with an inbox for Drain, after which it refuses new requests, finishes the open ones and ends."""
+    """Router, which finishes the open requests and ends after Drain on its channel."""
 
     def __init__(
         self, log: ProcessLog, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare
@@ -102,11 +97,9 @@ class RouterActor(_LoggingActor):
         self._incarnation = incarnation
         self._share = share
         self._server: RouterServer | None = None
-        self._drained = False
 
-    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str, str]:
-        """Start serving; return the base URL, this process's own URL, and the channel address for Drain."""
-        from cluster.channel import Inbox
+    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
+        """Start serving; return the base URL and the channel address."""
         from router.server import RouterServer
         from workers.models.resolve import DESCRIPTION, resolve_model
 
@@ -116,23 +109,12 @@ class RouterActor(_LoggingActor):
         url = server.start()
         server.start_preprocessing()
         freeze_loaded_objects()
-        inbox = Inbox(host, rendezvous.channel_key)
-        arguments = (inbox, config.router.drain_s)
-        threading.Thread(target=self._wait_drain, args=arguments, name="control", daemon=True).start()
-        return url, server.own_url, inbox.address
+        return url, server.address
 
     def run(self) -> bool:
         """Block until the router has ended; return whether a drain finished all open requests."""
         assert self._server is not None, "start the router before running it"
-        self._server.run()
-        return self._drained
-
-    def _wait_drain(self, inbox: "Inbox", drain_s: float) -> None:
-        assert self._server is not None
-        while not any(isinstance(message, Drain) for message in inbox.receive(_INBOX_WAIT_S)):
-            continue
-        self._drained = self._server.drain(drain_s)
-        self._server.stop()
+        return self._server.run()
 
 
 class BootstrapActor(_LoggingActor):

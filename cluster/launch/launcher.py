@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 
 from cluster.actors import Machine
 from cluster.launch.gang import Gang
-from cluster.launch.services import BOOTSTRAP, BootstrapProcess, RouterProcess
+from cluster.launch.services import BOOTSTRAP, BootstrapProcess, RouterProcess, follow_router
 from cluster.launch.tools import Tools
 from cluster.launch.waits import LAST_WORDS_S, Deadline, Room, await_room, labelled
 from cluster.placement import ReplicaPlacement, place
+from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig, TransferBackendName
 from cluster.spec.errors import BatonError, PeerLostError
 from cluster.spec.ids import Incarnation, ReplicaId
@@ -75,7 +76,7 @@ class Launcher:
         self._bootstrap_port = 0
         self._port_lock = threading.Lock()
         self.routers: dict[str, RouterShare] = {share.name: share for share in router_shares(config.router.processes)}
-        self._own_urls: dict[str, str] = {}
+        self._router_addresses: dict[str, str] = {}
         self.router_url = ""
         """Base URL of the endpoint; empty before the router has started."""
 
@@ -83,12 +84,17 @@ class Launcher:
     def names(self) -> list[str]:
         return [BOOTSTRAP, *self.routers, *self._placements]
 
-    def own_router_url(self, name: str) -> str:
-        """Return a router process's own URL; during a restart, the previous one."""
+    def follow_router(self, name: str, on_seen: Callable[[bool], None]) -> None:
+        """Report whether a router process responds, as ``services.follow_router`` does. Never returns."""
+        address, key = partial(self._router_address, name), self._tools.channel_key
+        follow_router(address, self._home_host, key, on_seen, LEASE_S, HEARTBEAT_S)
+
+    def _router_address(self, name: str) -> str:
+        """Return a router process's channel address; during a restart, the previous one."""
         process = self._running.get(name)
-        if isinstance(process, RouterProcess) and process.own_url:
-            self._own_urls[name] = process.own_url
-        return self._own_urls[name]
+        if isinstance(process, RouterProcess) and process.address:
+            self._router_addresses[name] = process.address
+        return self._router_addresses[name]
 
     def start(self, name: str, incarnation: Incarnation) -> None:
         """Start a member; return once it is ready. Later, report each of its processes that ends to ``on_ended``.

@@ -5,19 +5,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import closing
 from typing import Any
 
-import httpx
-
+from cluster.channel import Inbox, Outbox
 from cluster.launch.kinds import router_environ, service_environ
 from cluster.launch.tools import Tools
 from cluster.launch.waits import Deadline, gather
 from cluster.logs import ProcessLog
 from cluster.spec.config import DeployConfig, LogConfig
-from cluster.spec.errors import BatonError
+from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import Incarnation
-from cluster.spec.messages import Drain
-from cluster.spec.worker_spec import Rendezvous, RouterShare
+from cluster.spec.messages import CheckHealth, Drain
+from cluster.spec.worker_spec import ChannelKey, Rendezvous, RouterShare
 
 BOOTSTRAP = "bootstrap"
 
@@ -74,22 +74,21 @@ class RouterProcess(_Service):
     def __init__(self, tools: Tools, incarnation: Incarnation, share: RouterShare, log_config: LogConfig) -> None:
         arguments = [router_environ(os.environ | dict(tools.secrets)), incarnation, share]
         super().__init__(tools, share.name, incarnation, log_config, tools.router, arguments)
-        self.own_url = ""
-        """URL of this process alone; empty before it serves."""
-        self._control: str | None = None
+        self.address = ""
+        """Channel address; empty before the router serves."""
 
     def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str, deadline: Deadline) -> str:
         """Start serving; return the base URL. Raises BatonError."""
-        url, self.own_url, self._control = self._serve(deadline, config, model, rendezvous, host)
+        url, self.address = self._serve(deadline, config, model, rendezvous, host)
         return str(url)
 
     def begin_drain(self) -> None:
-        if self._control is not None:
-            self._tools.send([self._control], Drain())
+        if self.address:
+            self._tools.send([self.address], Drain())
 
     def wait_drained(self, timeout_s: float) -> bool:
         """Wait for the open requests; return whether all of them ended in time."""
-        if self._control is None:
+        if not self.address:
             return True
         try:
             return bool(self.runs[self._name].result(timeout_s + _DRAIN_GRACE_S))
@@ -97,23 +96,35 @@ class RouterProcess(_Service):
             return False
 
 
-def follow_router(url: Callable[[], str], on_seen: Callable[[bool], None], timeout_s: float, interval_s: float) -> None:
+def follow_router(
+    address: Callable[[], str],
+    host: str,
+    key: ChannelKey | None,
+    on_seen: Callable[[bool], None],
+    timeout_s: float,
+    interval_s: float,
+) -> None:
     """Call ``on_seen`` with whether a router process responds, on every change and at each check without a response.
 
-    Never returns. Any response within the timeout counts. Reuses one connection, to compete less with clients.
+    Never returns. The question takes the channel, which no crowd of clients delays and only holders of the key reach.
+
+    Args:
+        address: returns the router's channel address.
+        host: address of this machine to which the router responds.
     """
     answered: bool | None = None
-    with httpx.Client(timeout=timeout_s, trust_env=False) as http:
+    with closing(Inbox(host, key)) as inbox, closing(Outbox(key)) as outbox:
         while True:
-            before, answered = answered, _answers(http, url())
+            before, answered = answered, _answers(inbox, outbox, address(), timeout_s)
             if not (before and answered):
                 on_seen(answered)
             time.sleep(interval_s)
 
 
-def _answers(http: httpx.Client, url: str) -> bool:
+def _answers(inbox: Inbox, outbox: Outbox, address: str, timeout_s: float) -> bool:
+    inbox.receive(0)  # answers that came too late
     try:
-        http.get(f"{url}/health")
-    except httpx.TransportError:
+        outbox.send(address, CheckHealth(reply_to=inbox.address))
+    except PeerUnreachableError:  # many questions wait for a process that has ended
         return False
-    return True
+    return bool(inbox.receive(timeout_s))

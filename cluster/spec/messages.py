@@ -188,6 +188,17 @@ class Resume(Tagged, frozen=True):
     """Stop draining."""
 
 
+class CheckHealth(Tagged, frozen=True):
+    """Question of the driver whether a router's event loop runs."""
+
+    reply_to: str
+    """Address of the inbox for the answer."""
+
+
+class Healthy(Tagged, frozen=True):
+    """Answer of a router to CheckHealth."""
+
+
 Wanted = Drain | Resume | FlushCache | PinPages | UseStorage
 """Idempotent administrator commands to a replica."""
 
@@ -246,4 +257,6 @@ Message = (
     | Command
     | CommandResult
     | TableUpdate
+    | CheckHealth
+    | Healthy
 )

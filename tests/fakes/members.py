@@ -67,11 +67,11 @@ class QuietRouter:
         del incarnation, share
         os.environ.update(environ)
 
-    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str, str]:
+    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
         del model, rendezvous
         self._inbox = Inbox(host)
         url = f"http://{config.router.host}:{config.router.port}"
-        return url, url, self._inbox.address
+        return url, self._inbox.address
 
     def run(self) -> bool:
         _wait(self._inbox, Drain)

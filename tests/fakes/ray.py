@@ -268,10 +268,10 @@ class FakeRouter:
         self._world = world
         self._control = f"{share.name}-control"
 
-    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str, str]:
+    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
         self._world.rendezvous.append(rendezvous)
         url = f"http://{host}:{config.router.port or 4000}"
-        return url, url, self._control
+        return url, self._control
 
     def run(self) -> bool:
         self._world.end_of(self._control).wait()

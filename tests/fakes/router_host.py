@@ -35,10 +35,6 @@ class RouterHost:
         freeze_loaded_objects()
         return url
 
-    def own_url(self) -> str:
-        """Return the URL at which only this process answers."""
-        return self._server.own_url
-
     def cpu_s(self) -> float:
         """Return this process's CPU time so far."""
         return time.process_time()

@@ -16,7 +16,6 @@ import pytest
 from cluster.bootstrap.client import BootstrapClient, LeaseRenewer, ReplicaRegistrar, follow_table, watch_table
 from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer, create_app
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, records_digest
-from cluster.launch.services import follow_router
 from cluster.spec.clock import SystemClock
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId, router_names
@@ -372,21 +371,3 @@ def test_invalid_tables_count_as_a_lost_service() -> None:
         client.close()
     assert [snapshot and snapshot.version for snapshot in seen] == [None, None, None, 7]
     assert len(lost) == 3
-
-
-def test_the_router_is_seen_while_it_answers() -> None:
-    """Any service with this route is sufficient."""
-    server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
-    url = server.start()
-    seen: list[bool] = []
-
-    def on_seen(answers: bool) -> None:
-        seen.append(answers)
-        if answers:
-            threading.Thread(target=server.stop).start()
-        elif len(seen) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        follow_router(lambda: url, on_seen, timeout_s=1.0, interval_s=0.05)
-    assert seen == [True, False, False]

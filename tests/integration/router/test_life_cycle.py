@@ -6,12 +6,16 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.launch.services import follow_router
+from cluster.launch.tools import send
 from cluster.spec.errors import UserError
 from cluster.spec.ids import Incarnation
+from cluster.spec.messages import Drain
 from cluster.spec.worker_spec import Rendezvous
 from router.server import RouterServer
 from tests.fakes.bootstrap import FakeTable
-from tests.fakes.router_cluster import MODEL, RouterCluster, config_of, make_server
+from tests.fakes.launching import wait_until
+from tests.fakes.router_cluster import MODEL, RouterCluster, config_of, make_server, run_cluster
 
 pytestmark = pytest.mark.integration
 
@@ -37,12 +41,37 @@ class TestLifeCycle:
         with cluster.http.stream(
             "POST", "/v1/completions", json={"model": MODEL, "prompt": "x", "stream": True}
         ) as reply:
-            assert not cluster.server.drain(0.05)
+            send([cluster.server.address], Drain())
+            wait_until(lambda: cluster.http.get("/ready").status_code == 503)
             refused = cluster.post("/v1/completions", prompt="x")
             assert (refused.status_code, "draining" in refused.text) == (503, True)
             cluster.decode.flow.set()
             assert "data: [DONE]" in list(reply.iter_lines())
-        assert cluster.server.drain(60.0)
+        assert cluster.server.run()
+
+    def test_a_drain_ends_in_time(self, folder: Path) -> None:
+        for cluster in run_cluster(folder, drain_s=0.05):
+            cluster.decode.flow.clear()
+            with cluster.http.stream(
+                "POST", "/v1/completions", json={"model": MODEL, "prompt": "x", "stream": True}
+            ) as reply:
+                send([cluster.server.address], Drain())
+                assert not cluster.server.run()
+                assert "the router is stopping" in reply.read().decode()
+
+    def test_the_driver_sees_it_while_it_answers(self, folder: Path) -> None:
+        server, seen = make_server(folder, FakeTable()), list[bool]()
+        server.start()
+
+        def on_seen(answers: bool) -> None:
+            seen.append(answers)
+            server.stop()
+            if len(seen) == 3:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            follow_router(lambda: server.address, "127.0.0.1", None, on_seen, timeout_s=1.0, interval_s=0.05)
+        assert seen == [True, False, False]
 
     def test_stop_ends_open_streams_with_an_error(self, cluster: RouterCluster) -> None:
         cluster.decode.flow.clear()
