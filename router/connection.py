@@ -9,8 +9,9 @@ from typing import TypeVar
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.http.connection import BoundedHttpProtocol, Refusal
+from cluster.http.connection import BoundedHttpProtocol
 from cluster.http.cycle import LEFT_KEY, Departure
+from cluster.http.refusal import Refusal
 from router.answer import Answer
 from router.api_keys import KeyRing
 from router.errors import ApiError, ClientLeftError, RequestFailedError

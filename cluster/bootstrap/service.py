@@ -20,9 +20,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.bootstrap.table import BootstrapTable, ErrorDetail, ErrorReply, TableRefusedError, WatchedTable
-from cluster.http.connection import BoundedHttpProtocol, Refusal
+from cluster.http.connection import BoundedHttpProtocol
 from cluster.http.crowd import handles_of
 from cluster.http.reader import read_in_turn
+from cluster.http.refusal import Refusal
 from cluster.spec.clock import LEASE_S, Clock, SystemClock
 from cluster.spec.errors import UserError
 from cluster.spec.ids import Incarnation, ReplicaId, is_router, parse_replica_id

@@ -20,11 +20,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.http.crowd import Crowd
 from cluster.http.cycle import Cycle
+from cluster.http.refusal import MAX_HEAD_BYTES, REFUSAL_KEY, Refusal, invalid, refusal_of, too_large, wrong_version
 from cluster.http.slow_client import SlowClientWatch
 from cluster.spec.clock import SystemClock
 
-MAX_HEAD_BYTES = 64 << 10
-"""Maximum size of a request head, of a chunked body's trailers, and of what precedes a chunk."""
 MAX_HEADERS = 128
 """Maximum number of headers of a request."""
 MAX_PIPELINED = 8
@@ -36,8 +35,6 @@ LINGER_S = 2.0
 
 Closing a socket with unread data resets the connection, and the client may lose the response.
 """
-REFUSAL_KEY = "baton.refusal"
-"""Key of an ASGI scope whose request was refused while its body arrived; the application sees a disconnect."""
 ARRIVED_KEY = "baton.arrived_s"
 """Key of the time in an ASGI scope at which the request's head had arrived, by the system's monotonic clock."""
 
@@ -45,18 +42,11 @@ _SHOWN_BYTES = 60
 """Maximum number of a client's bytes in a message."""
 _LINE_BYTES = 4
 """Bytes of a header line besides name and value."""
-_TOO_LARGE = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-_UNSUPPORTED = "HTTP/{} is not supported, use HTTP/1.1"
+_REQUEST_BYTES = 4 << 10
+"""Memory of a request besides its headers."""
+_HEADER_BYTES = 128
+"""Memory of a header besides its characters."""
 _CLOCK = SystemClock()
-
-
-class Refusal(Exception):  # noqa: N818
-    """Answer to a request that this module refuses."""
-
-    def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
 
 
 class _Stage(Enum):
@@ -78,9 +68,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     read_s = 60.0
     """Time in which a client has to read 16 KiB if a response waits for it."""
 
-    own_port = 0
-    """Port at which a request never waits for others to start: that of the process that watches this one."""
-
     _stage = _Stage.END
     _running: Cycle | None = None
     """Request being answered; others may have arrived after it."""
@@ -91,8 +78,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Watch over the client while a response waits for it."""
     _num_head_bytes = 0
     """Bytes since the last packet with the end of a head, a part of a body, or the end of a request."""
-    _has_begun_inside = False
-    """True if the request began inside a packet, so that its first bytes are not counted."""
     _num_discarded = 0
     _is_deaf = False
     """True if what the client sends is discarded."""
@@ -116,8 +101,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         running = self._running
+        self.headers = []
+        self.pipeline.clear()
         if running is not None and not running.response_complete:
-            running.disconnected = True
+            running.abandon()
         client = partial(self.client_of, running.scope if running is not None else {"client": self.client})
         self._crowd.take_turn(partial(self._end, exc), client)
 
@@ -126,7 +113,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._forget_reader()
         self._crowd.forget_idle(self._wire)
-        self._crowd.forget_head(self._wire)
+        self._crowd.arrived.forget(self._wire)
         self._unset_keepalive_if_required()
         running = self._running
         super().connection_lost(exc)
@@ -138,21 +125,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._reader = SlowClientWatch(self._wire, self.read_s)
-        self._crowd.add_unread(self._wire, self.client_of(self._running.scope if self._running is not None else {}))
+        client = self.client_of(self._running.scope if self._running is not None else {})
+        self._crowd.unread.hold(self._wire, client, self._wire.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._forget_reader()
 
     def _forget_reader(self) -> None:
-        self._crowd.forget_unread(self._wire)
+        self._crowd.unread.forget(self._wire)
         if self._reader is not None:
             self._reader.stop()
             self._reader = None
-
-    @property
-    def is_own_port(self) -> bool:
-        return self.server is not None and self.server[1] == self.own_port
 
     @property
     def address(self) -> Hashable:
@@ -166,18 +150,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if self._stage is _Stage.END:
             self._stage = _Stage.HEAD
-            self._has_begun_inside = False
         self._num_head_bytes += len(data)
         self._parse(data)
         if self._stage is _Stage.END and self.scope is not self.cycle.scope:
             self._stage = _Stage.HEAD  # of the next request
         if self._stage is not _Stage.END and not self._is_deaf:
             self._limit_rest(data)
-        if self._stage is _Stage.HEAD and not self._is_deaf:
-            self._crowd.hold_head(self._wire, self._num_head_bytes)
-        else:
-            self._crowd.forget_head(self._wire)
-        self._count()
+        self._count_arrived()
+        self._count_idle()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -185,28 +165,29 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             message = f"the transfer encoding {value[:_SHOWN_BYTES]!r} is not supported, use chunked"
             raise Refusal(HTTPStatus.NOT_IMPLEMENTED, "unsupported_encoding", message)
         if len(self.headers) > MAX_HEADERS:
-            raise Refusal(_TOO_LARGE, "too_many_headers", f"the request has more than {MAX_HEADERS} headers")
+            message = f"the request has more than {MAX_HEADERS} headers"
+            raise Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "too_many_headers", message)
 
     def on_headers_complete(self) -> None:
         version = self.parser.get_http_version()
         if version not in ("1.1", "1.0"):
-            raise _invalid(_UNSUPPORTED.format(version))
+            raise wrong_version(version)
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                raise _invalid("CONNECT is not supported")
+                raise invalid("CONNECT is not supported")
             return  # without the offer, the request is parsed once more
-        may_be_large = self._has_begun_inside or self._num_head_bytes > MAX_HEAD_BYTES
-        if may_be_large and len(self.url) + _num_bytes(self.headers) > MAX_HEAD_BYTES:
-            raise _too_large("the request head is")
+        num_bytes = len(self.url) + _num_bytes(self.headers)
+        if num_bytes > MAX_HEAD_BYTES:
+            raise too_large("the request head is")
         if len(self.pipeline) >= MAX_PIPELINED:
             message = f"more than {MAX_PIPELINED} requests wait on one connection"
             raise Refusal(HTTPStatus.TOO_MANY_REQUESTS, "too_many_requests", message)
-        self._begin(version)
+        self._begin(version, _REQUEST_BYTES + _HEADER_BYTES * len(self.headers) + num_bytes)
         self.headers = []  # of trailers, which are ignored
         self._stage = _Stage.BODY
         self._num_head_bytes = 0
 
-    def _begin(self, version: str) -> None:
+    def _begin(self, version: str, num_head_bytes: int) -> None:
         """Begin the request whose head has arrived, or let it wait for those before it."""
         url = httptools.parse_url(self.url)
         path = url.path.decode("ascii")
@@ -218,7 +199,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         scope["query_string"] = url.query or b""
         scope[ARRIVED_KEY] = _CLOCK.now_s()
         last = self.cycle
-        self.cycle = self._cycle(scope, version != "1.0" and self.parser.should_keep_alive())
+        keep_alive = version != "1.0" and self.parser.should_keep_alive()
+        self.cycle = self._cycle(scope, keep_alive=keep_alive, num_head_bytes=num_head_bytes)
         if last is None or last.response_complete:
             self._start_asgi_task(self.cycle, self.app)
         else:
@@ -226,7 +208,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if len(self.pipeline) == MAX_PIPELINED:  # while reading is paused, nobody notices that the client leaves
                 self.flow.pause_reading()
 
-    def _cycle(self, scope: Scope, keep_alive: bool) -> Any:
+    def _cycle(self, scope: Scope, *, keep_alive: bool, num_head_bytes: int) -> Any:
         """Return a request, in place of uvicorn's class."""
         return Cycle(
             scope,
@@ -236,6 +218,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             expects_continue=self.expect_100_continue and scope["http_version"] != "1.0",
             close=self._close,
             on_response=self.on_response_complete,
+            on_taken=self._count_arrived,
+            num_head_bytes=num_head_bytes,
         )
 
     def on_body(self, body: bytes) -> None:
@@ -246,28 +230,42 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._stage is not _Stage.BODY:  # an offer
             return
         if self.headers and _num_bytes(self.headers) > MAX_HEAD_BYTES:
-            raise _too_large("the trailers are")
+            raise too_large("the trailers are")
         self._stage = _Stage.END
         self._num_head_bytes = 0
-        self._has_begun_inside = True  # if another one follows in this packet
         if self._timer is not None:
             self._stop_timer()
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
-        start = partial(super()._start_asgi_task, cycle, app)
-        if self.is_own_port:
-            start()
-        else:
-            self._crowd.take_turn(start, partial(self.client_of, cycle.scope))
+        self._crowd.take_turn(partial(self._start, cycle, app), partial(self.client_of, cycle.scope))
+
+    def _start(self, cycle: Cycle, app: ASGIApp) -> None:
+        if not cycle.disconnected:
+            super()._start_asgi_task(cast(Any, cycle), cast(Any, app))
 
     def on_response_complete(self) -> None:
         if not self._has_said_all:
             super().on_response_complete()
-            self._count()
+            self._count_idle()
+        self._count_arrived()
 
-    def _count(self) -> None:
+    def _count_arrived(self) -> None:
+        """Count what has arrived and no application has taken."""
+        if self._wire.is_closing():
+            return
+        num_bytes = self._num_head_bytes if self._stage is _Stage.HEAD and not self._is_deaf else 0
+        if self._running is not None:
+            num_bytes += self._running.num_arrived_bytes
+        for cycle, _ in self.pipeline:
+            num_bytes += cast(Cycle, cycle).num_arrived_bytes
+        if num_bytes:
+            self._crowd.arrived.hold(self._wire, self.address, num_bytes)
+        else:
+            self._crowd.arrived.forget(self._wire)
+
+    def _count_idle(self) -> None:
         """Count the connection among the idle ones while it waits for its client."""
         if self._wire.is_closing():
             return
@@ -284,8 +282,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as offer:
                 data = self._without_offer() + data[offer.args[0] :]
             except httptools.HttpParserError as error:
-                known = error.__context__
-                self._refuse(known if isinstance(known, Refusal) else _invalid(_reason(error, data)))
+                self._refuse(refusal_of(error, data))
                 return
 
     def _without_offer(self) -> bytes:
@@ -299,7 +296,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _limit_rest(self, data: bytes) -> None:
         """Limit what may follow the incomplete request that ``data`` has begun or continued."""
         if self._num_head_bytes > MAX_HEAD_BYTES:
-            self._refuse(_too_large("the request head is" if self._stage is _Stage.HEAD else "a chunk's head is"))
+            self._refuse(too_large("the request head is" if self._stage is _Stage.HEAD else "a chunk's head is"))
             return
         if self._awaited is not self._stage:
             self._limit(self._stage, self.head_s if self._stage is _Stage.HEAD else self.body_s, self._expire)
@@ -351,7 +348,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                     return
         self._stage = _Stage.HEAD
         self.expect_100_continue = False
-        self.cycle = self._cycle({"type": "http", "method": "GET", "http_version": "1.1"}, keep_alive=False)
+        scope = {"type": "http", "method": "GET", "http_version": "1.1"}
+        self.cycle = self._cycle(scope, keep_alive=False, num_head_bytes=0)
         if has_to_wait:
             self.pipeline.appendleft((self.cycle, cast(Any, self.refused(refusal))))
         else:
@@ -371,17 +369,3 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 def _num_bytes(headers: list[tuple[bytes, bytes]]) -> int:
     return sum(len(name) + len(value) + _LINE_BYTES for name, value in headers)
-
-
-def _reason(error: httptools.HttpParserError, data: bytes) -> str:
-    if data.startswith(b"PRI * HTTP/2.0"):
-        return _UNSUPPORTED.format("2.0")
-    return "invalid URL" if isinstance(error, httptools.HttpParserCallbackError) else str(error)
-
-
-def _invalid(why: str) -> Refusal:
-    return Refusal(HTTPStatus.BAD_REQUEST, "bad_request", f"the request is not valid: {why}")
-
-
-def _too_large(what: str) -> Refusal:
-    return Refusal(_TOO_LARGE, "head_too_large", f"{what} larger than {MAX_HEAD_BYTES} bytes")

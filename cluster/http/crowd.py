@@ -4,10 +4,12 @@ import asyncio
 import resource
 import socket
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import ClassVar
 from weakref import WeakKeyDictionary
+
+from cluster.http.holdings import Holdings
 
 MAX_TURNS = 4
 """Maximum number of requests that start, and of connections that end, in one pass of the event loop."""
@@ -19,8 +21,8 @@ MAX_UNREAD_BYTES = 128 << 20
 """Maximum size of the responses that clients have not read."""
 NUM_ACCEPTED = 16
 """Maximum number of connections that are accepted in one pass of the event loop."""
-MAX_HEADS_BYTES = 64 << 20
-"""Maximum size of the request heads that have not arrived in full."""
+MAX_ARRIVED_BYTES = 64 << 20
+"""Maximum size of what has arrived of the requests that no application has begun to answer."""
 _BUFFER_BYTES, _PIECE_BYTES = 64 << 10, 1 << 10
 """Maximum number of bytes that are taken from a connection at once, and while many wait to be read."""
 _IDLE_SHARE = 0.5
@@ -79,11 +81,10 @@ class Crowd:
         """Number of requests that may still have a turn in this pass."""
         self._left_s = MAX_READ_S
         """Time that reading may still take in this pass."""
-        self._unread: dict[asyncio.Transport, Hashable] = {}
-        """Connections whose clients have to read before more is sent, with their clients, in order of their waits."""
-        self._heads: dict[asyncio.Transport, int] = {}
-        """Bytes of the unfinished head of each connection, the one that began first at first."""
-        self._num_head_bytes = 0
+        self.arrived = Holdings(MAX_ARRIVED_BYTES)
+        """Requests and parts of requests that no application has taken yet."""
+        self.unread = Holdings(MAX_UNREAD_BYTES)
+        """Responses of the connections whose clients have to read before more is sent."""
         self._idle: dict[asyncio.Transport, None] = {}
         """Connections that wait for their clients, the one that waits longest first."""
         self.max_idle = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * _IDLE_SHARE)
@@ -135,40 +136,6 @@ class Crowd:
 
     def forget_idle(self, wire: asyncio.Transport) -> None:
         self._idle.pop(wire, None)
-
-    def hold_head(self, wire: asyncio.Transport, num_bytes: int) -> None:
-        """Note the size of a connection's unfinished head. If all are too large, disconnect those that began first."""
-        self._num_head_bytes += num_bytes - self._heads.get(wire, 0)
-        self._heads[wire] = num_bytes
-        while self._num_head_bytes > MAX_HEADS_BYTES:
-            oldest = next(iter(self._heads))
-            self.forget_head(oldest)
-            oldest.abort()
-
-    def forget_head(self, wire: asyncio.Transport) -> None:
-        self._num_head_bytes -= self._heads.pop(wire, 0)
-
-    def add_unread(self, wire: asyncio.Transport, client: Hashable) -> None:
-        """Note that a client has to read before more is sent on a connection.
-
-        If all clients have too much to read, disconnect the one that has most where it has waited longest.
-        """
-        self._unread[wire] = client
-        while (sizes := self._unread_sizes()).total() > MAX_UNREAD_BYTES:
-            most = max(sizes, key=lambda each: sizes[each])
-            oldest = next(wire for wire, client in self._unread.items() if client == most)
-            self.forget_unread(oldest)
-            oldest.abort()
-
-    def forget_unread(self, wire: asyncio.Transport) -> None:
-        self._unread.pop(wire, None)
-
-    def _unread_sizes(self) -> Counter[Hashable]:
-        """Return the number of bytes that each client has to read."""
-        sizes = Counter[Hashable]()
-        for wire, client in self._unread.items():
-            sizes[client] += wire.get_write_buffer_size()
-        return sizes
 
     def _count_pass(self) -> None:
         self._is_counting = True

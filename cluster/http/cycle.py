@@ -59,8 +59,15 @@ class Cycle:
         expects_continue: bool,
         close: Callable[[], None],
         on_response: Callable[[], None],
+        on_taken: Callable[[], None],
+        num_head_bytes: int,
     ) -> None:
-        """Begin with a request's head; ``close`` closes the connection after the response."""
+        """Begin with a request's head.
+
+        Args:
+            close: closes the connection after the response.
+            on_taken: called when the application has taken what had arrived of the body.
+        """
         self.scope = scope
         self.keep_alive = keep_alive
         self.message_event = asyncio.Event()
@@ -74,9 +81,23 @@ class Cycle:
         self._expects_continue = expects_continue
         self._close = close
         self._on_response = on_response
+        self._on_taken = on_taken
+        self._num_head_bytes = num_head_bytes
+        self._is_taken = False
         self._head = b""
         self._is_chunked = False
         scope[LEFT_KEY] = self._departure = Departure()
+
+    @property
+    def num_arrived_bytes(self) -> int:
+        """Size of what has arrived of the request; 0 once the application has taken all of it."""
+        return 0 if self._is_taken or self.response_complete else self._num_head_bytes + len(self.body)
+
+    def abandon(self) -> None:
+        """Free the memory of a request whose client has left; the application hears of it from ``leave``."""
+        self.disconnected = True
+        self.body.clear()
+        self.scope["headers"].clear()
 
     def leave(self) -> None:
         """Tell the application that the client has left."""
@@ -100,7 +121,7 @@ class Cycle:
                 await self.send({"type": "http.response.body"})
         finally:
             # Without a reference to the connection, nothing waits for the garbage collector.
-            self._close = self._on_response = lambda: None
+            self._close = self._on_response = self._on_taken = lambda: None
 
     async def receive(self) -> Message:
         """Return what has arrived of the body, or wait for more, or for the client's departure."""
@@ -114,6 +135,8 @@ class Cycle:
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
         body, self.body = bytes(self.body), bytearray()
+        self._is_taken = not self.more_body
+        self._on_taken()
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:

@@ -48,11 +48,7 @@ class Reader(asyncio.BufferedProtocol):
         return self._crowd.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        data = self._crowd.taken(nbytes)
-        if self._protocol.is_own_port:
-            self._protocol.data_received(data)
-            return
-        self._arrived += data
+        self._arrived += self._crowd.taken(nbytes)
         if not self._is_put_off:
             self._crowd.read(self._read, self._protocol.address)
         if self._arrived:

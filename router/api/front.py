@@ -13,7 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http.connection import ARRIVED_KEY, REFUSAL_KEY, Refusal
+from cluster.http.connection import ARRIVED_KEY
+from cluster.http.refusal import REFUSAL_KEY, Refusal
 from cluster.spec.config import DeployConfig
 from router.api.errors import EXPECTED_ERRORS, answer_error
 from router.api_keys import ApiKey
@@ -22,6 +23,7 @@ from router.errors import ApiError, bad_request
 from router.preprocess.body import Body, parse, shortened
 from router.preprocess.job import Job, JsonText, Preprocessed, Route
 from router.preprocess.preprocessor import MAX_SESSION_CHARS
+from router.records import TRACEPARENT
 from router.request import ANYBODY
 from router.service import Service
 
@@ -33,6 +35,17 @@ _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ARRIVAL_KEY = "baton.arrival"
 _SESSION_HEADER = b"x-session-id"
 _DP_RANK_HEADER = "X-data-parallel-rank"
+_ENCODING_HEADER, _LENGTH_HEADER = b"content-encoding", b"content-length"
+_READ_HEADERS = frozenset(
+    (
+        _ID_HEADER,
+        _SESSION_HEADER,
+        _DP_RANK_HEADER.lower().encode(),
+        _ENCODING_HEADER,
+        _LENGTH_HEADER,
+        TRACEPARENT.encode(),
+    )
+)
 _HELD_KEY = "baton.held"
 _MOST_LARGEST = 8
 """Maximum memory for large bodies, as a multiple of the maximum body size."""
@@ -44,6 +57,7 @@ class Arrival(msgspec.Struct, kw_only=True):
     request_id: str
     arrived_s: float
     headers: Mapping[bytes, bytes]
+    """The headers that are read later; others may be large."""
     caller: ApiKey | None = None
     """Known API key that the request carries; None if no keys are configured."""
     tenant: str = ANYBODY
@@ -81,7 +95,7 @@ class Front:
             return
         if scope["method"] == "HEAD":  # uvicorn sends only the head
             scope = {**scope, "method": "GET"}
-        headers = dict(reversed(scope["headers"]))
+        headers = {name: value for name, value in reversed(scope["headers"]) if name in _READ_HEADERS}
         arrival = Arrival(request_id="", arrived_s=scope[ARRIVED_KEY], headers=headers)
         given = arrival.header(_ID_HEADER) or ""
         arrival.request_id = given if _VALID_ID.fullmatch(given) else secrets.token_hex(16)
@@ -135,10 +149,10 @@ class Bodies:
                 much memory, or the refusal of the connection, such as 408 for a slow body.
             ClientDisconnect: the client left before the end of the body.
         """
-        if encoding := arrival_of(request).header(b"content-encoding"):
+        if encoding := arrival_of(request).header(_ENCODING_HEADER):
             message = f"content-encoding: got {shortened(repr(encoding))}; allowed: none"
             raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_encoding")
-        declared = arrival_of(request).header(b"content-length")
+        declared = arrival_of(request).header(_LENGTH_HEADER)
         if declared is not None:
             self._check(int(declared))  # the parser has accepted the number
         first = await request.receive()

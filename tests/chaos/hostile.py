@@ -23,7 +23,7 @@ WAIT_S = 90.0
 HEADER_BYTES = 131 << 20
 NUM_BODIES = 300
 NUM_LEAVING, NUM_SLOW = 7000, 14
-NUM_HEADS, HEAD_BYTES = 7000, 64_000
+NUM_HEADS, HEAD_BYTES = 7000, 63_000
 SPARE_DESCRIPTORS, ACCEPT_S, HOLD_S = 100, 1.0, 5.0
 FLOOD_REQUESTS, FLOOD_PROMPT_LEN = 1000, 300
 LIMITS = httpx.Limits(max_connections=FLOOD_REQUESTS)
@@ -134,11 +134,21 @@ def _burst(url: str, num_connections: int, sent: bytes) -> str:
 
 def hold_heads(url: str) -> str:
     """Send the beginning of a large head on each of many connections, all at once; return the answer to a request."""
+    return _hold(url, b"GET /health HTTP/1.1\r\na: " + b"x" * HEAD_BYTES)
+
+
+def hold_complete_heads(url: str) -> str:
+    """Send a large head without its body on each of many connections, all at once; return the answer to a request."""
+    headers = (b"a: " + b"x" * 500 + b"\r\n") * (HEAD_BYTES // 505)
+    return _hold(url, b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\n" + headers + b"\r\n")
+
+
+def _hold(url: str, sent: bytes) -> str:
     with _opened(url, NUM_HEADS) as socks:
         time.sleep(ACCEPT_S)
         for sock in socks:
-            with suppress(ConnectionError):  # heads that began first are given up
-                sock.sendall(b"GET /health HTTP/1.1\r\na: " + b"x" * HEAD_BYTES)
+            with suppress(ConnectionError):  # connections that hold something for long are given up
+                sock.sendall(sent)
         time.sleep(HOLD_S)
         return _health(url)
 
@@ -184,6 +194,7 @@ CONNECTIONS: dict[str, Callable[[str], str]] = {
     "1,000 heads of 10,000 headers at once": burst_headers,
     "150,000 pipelined requests at once": burst_requests,
     "7,000 large heads without an end": hold_heads,
+    "7,000 large heads without bodies": hold_complete_heads,
     "7,000 clients that leave together": leave_together,
 }
 ATTACKS = [*BODIES, *CONNECTIONS]

@@ -37,6 +37,7 @@ ACCEPTED = {
     "deeply nested arguments",
     "idle connections",
     "7,000 large heads without an end",
+    "7,000 large heads without bodies",
     "7,000 clients that leave together",
 }
 """Attacks that are legal requests; all others are refused with a reason."""

@@ -1,4 +1,4 @@
-"""Limits on all HTTP connections of an event loop: starts of requests, unread responses, idle connections."""
+"""Limits on all HTTP connections of an event loop: starts of requests, reads, idle connections."""
 
 import asyncio
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from cluster.http import crowd as http_crowd
-from cluster.http.crowd import MAX_HEADS_BYTES, MAX_TURNS, MAX_UNREAD_BYTES, Crowd
+from cluster.http.crowd import MAX_TURNS, Crowd
 
 
 async def test_only_a_few_requests_start_in_one_pass_of_the_loop() -> None:
@@ -77,58 +77,17 @@ def test_every_event_loop_has_its_own() -> None:
 
 
 class Wire:
-    def __init__(self, num_unread: int) -> None:
-        self.num_unread = num_unread
+    def __init__(self) -> None:
         self.is_aborted = False
-
-    def get_write_buffer_size(self) -> int:
-        return self.num_unread
 
     def abort(self) -> None:
         self.is_aborted = True
 
 
-def test_the_longest_wait_of_a_client_ends_if_all_have_too_much_to_read() -> None:
-    crowd = Crowd()
-    wires = [Wire(MAX_UNREAD_BYTES // 3) for _ in range(4)]
-    for wire in wires[:3]:
-        crowd.add_unread(cast(Any, wire), "client")
-    crowd.forget_unread(cast(Any, wires[0]))
-    crowd.add_unread(cast(Any, wires[0]), "client")
-    assert not any(wire.is_aborted for wire in wires)
-    crowd.add_unread(cast(Any, wires[3]), "client")
-    assert [wire.is_aborted for wire in wires] == [False, True, False, False]
-
-
-def test_the_client_with_most_to_read_is_disconnected() -> None:
-    crowd = Crowd()
-    other, *many = wires = [Wire(MAX_UNREAD_BYTES // size) for size in (3, 4, 4, 4)]
-    crowd.add_unread(cast(Any, other), "alice")
-    for wire in many:
-        crowd.add_unread(cast(Any, wire), "mallory")
-    assert [wire.is_aborted for wire in wires] == [False, True, False, False]
-    crowd.add_unread(cast(Any, huge := Wire(MAX_UNREAD_BYTES + 1)), "mallory")
-    assert not other.is_aborted
-    assert huge.is_aborted
-
-
-def test_connections_whose_heads_began_first_are_aborted_if_all_are_too_large() -> None:
-    crowd = Crowd()
-    wires = [Wire(0) for _ in range(4)]
-    for wire in wires:
-        crowd.hold_head(cast(Any, wire), MAX_HEADS_BYTES // 8)
-    crowd.forget_head(cast(Any, wires[0]))
-    for wire in wires[2:]:
-        crowd.hold_head(cast(Any, wire), MAX_HEADS_BYTES // 2)
-    assert [wire.is_aborted for wire in wires] == [False, True, False, False]
-    crowd.hold_head(cast(Any, wires[0]), 1)
-    assert [wire.is_aborted for wire in wires] == [False, True, True, False]
-
-
 def test_the_connection_that_is_idle_for_longest_is_aborted_if_there_are_many() -> None:
     crowd = Crowd()
     crowd.max_idle = 3
-    wires = [Wire(0) for _ in range(4)]
+    wires = [Wire() for _ in range(4)]
     for wire in wires[:3]:
         crowd.add_idle(cast(Any, wire))
     crowd.forget_idle(cast(Any, wires[0]))

@@ -25,6 +25,8 @@ class Exchange:
             expects_continue=False,
             close=self.wire.close,
             on_response=self.count,
+            on_taken=lambda: None,
+            num_head_bytes=100,
         )
         self.cycle.more_body = False
 

@@ -19,8 +19,7 @@ class Flow:
 class Protocol:
     """Protocol that records what it reads."""
 
-    def __init__(self, is_own_port: bool) -> None:
-        self.is_own_port = is_own_port
+    def __init__(self) -> None:
         self.address = "client"
         self.flow = Flow()
         self.received: list[bytes] = []
@@ -43,8 +42,8 @@ class Protocol:
 
 
 class Connection:
-    def __init__(self, is_own_port: bool = False) -> None:
-        self.protocol, self.wire = Protocol(is_own_port), Wire()
+    def __init__(self) -> None:
+        self.protocol, self.wire = Protocol(), Wire()
         self.reader = Reader(cast(BoundedHttpProtocol, self.protocol))
         self.reader.connection_made(self.wire)
 
@@ -114,11 +113,3 @@ async def test_little_is_taken_from_each_connection_while_many_wait() -> None:
     Crowd.of(asyncio.get_running_loop())._left_s = 0.0
     data = b"x" * 50_000
     assert [Connection().send(data) for _ in range(MAX_WAITING_READS + 3)] == [50_000] * MAX_WAITING_READS + [1024] * 3
-
-
-@pytest.mark.usefixtures("no_time")
-async def test_the_own_port_waits_for_nobody() -> None:
-    Crowd.of(asyncio.get_running_loop())._left_s = 0.0
-    connection = Connection(is_own_port=True)
-    connection.send(b"abc")
-    assert connection.protocol.received == [b"abc"]
