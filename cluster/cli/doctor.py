@@ -1,4 +1,4 @@
-"""`baton doctor`: checks of the installation and the machine. They import no heavy packages and start no processes."""
+"""`baton doctor`: checks of the installation and the machine. They import no heavy packages."""
 
 import ctypes
 import dataclasses
@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cluster.machine_memory import MachineMemory, machine_memory
+from cluster.processes import INSTALL_FOLDER
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.errors import UserError
 from cluster.spec.memory import GIB
@@ -29,6 +31,8 @@ MOONCAKE_PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-eng
 MOONCAKE_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1"}
 """Shared libraries that the mooncake wheel links to, and the Debian packages that contain them."""
 ENDPOINT = ("127.0.0.1", 8000)
+_MEASURE_S = 120
+"""Maximum time to compile and time the attention backends."""
 
 
 class Status(StrEnum):
@@ -142,15 +146,26 @@ def check_cache(folder: Path | None = None) -> Finding:
     return Finding("cache", Status.OK, found)
 
 
-def check_attention() -> Finding:
-    """Check whether native kernels, which are over twice as fast as plain torch, can be compiled for this CPU."""
+def check_attention(command: Sequence[str] = (sys.executable, "-m", "workers.bench.attention")) -> Finding:
+    """Check whether native kernels can be compiled for this CPU, and time them and torch, as workers do.
+
+    Args:
+        command: prints the faster backends and all times.
+    """
     try:
-        path, kind = find_compiler()
-        return Finding("attention", Status.OK, f"native for {kind.name}, compiled by {path}")
+        find_compiler()
     except CannotCompileError as error:
         status = Status.WARN if error.fix else Status.OK
         fix = error.fix and f"to double the speed: {error.fix}"
         return Finding("attention", status, f"plain torch: {error}", fix)
+    try:
+        found = subprocess.run(
+            command, cwd=INSTALL_FOLDER, capture_output=True, text=True, timeout=_MEASURE_S, check=True
+        ).stdout
+        return Finding("attention", Status.OK, found.strip())
+    except subprocess.SubprocessError as error:
+        last_words = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
+        return Finding("attention", Status.WARN, f"cannot be measured: {last_words}", "run `make venv`")
 
 
 def check_memory(memory: MachineMemory | None = None) -> Finding:

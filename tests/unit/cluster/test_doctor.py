@@ -87,6 +87,28 @@ def test_memory() -> None:
     assert doctor.check_memory(MachineMemory(total=0, available=1 << 30)).status is Status.WARN
 
 
+@pytest.mark.parametrize(
+    ("script", "finding"),
+    [
+        ("print('native; decode: native 1 ms')", Finding("attention", Status.OK, "native; decode: native 1 ms")),
+        (
+            "import sys; sys.exit('first\\nImportError: no torch')",
+            Finding("attention", Status.WARN, "cannot be measured: ImportError: no torch", "run `make venv`"),
+        ),
+    ],
+)
+def test_attention(script: str, finding: Finding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_compiler", lambda: None)
+    assert doctor.check_attention([sys.executable, "-c", script]) == finding
+
+
+def test_attention_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_compiler", lambda: None)
+    monkeypatch.setattr(doctor, "_MEASURE_S", 0.1)
+    finding = doctor.check_attention([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert (finding.status, "timed out" in finding.found) == (Status.WARN, True)
+
+
 def test_an_account_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(_: int) -> None:
         raise KeyError("uid not found")
