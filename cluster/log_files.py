@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
+from logging import LogRecord
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -56,6 +57,21 @@ def log_name(process: str) -> str:
     return f"{process.replace(' ', '-')}.log"
 
 
+class _LogFile(RotatingFileHandler):
+    """Log file that says once, on standard error, that it cannot be written."""
+
+    _has_failed = False
+
+    def handleError(self, record: LogRecord) -> None:  # noqa: N802
+        """Override the method of ``logging.Handler``, which prints a traceback for every line of a full disk."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            sys.stderr.write(f"{self.baseFilename}: log lines are lost: {error.strerror or error}\n")
+
+
 def open_log(session: LogSession, process: str) -> RotatingFileHandler | None:
     """Open the log file of a process, which also gets the stacks of a crash. Remove folders of old sessions.
 
@@ -64,7 +80,7 @@ def open_log(session: LogSession, process: str) -> RotatingFileHandler | None:
     path = session.folder / log_name(process)
     try:
         _make_folder(session)
-        handler = RotatingFileHandler(path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8")
+        handler = _LogFile(path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8")
         # A descriptor of its own, because the handler closes its own when the file is full.
         faulthandler.enable(os.open(path, os.O_WRONLY | os.O_APPEND))
     except OSError as error:

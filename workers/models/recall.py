@@ -8,7 +8,7 @@ from pathlib import Path
 from string import digits, punctuation
 from typing import Any
 
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.spec.errors import UserError
@@ -150,8 +150,10 @@ def _write_files(folder: Path, has_experts: bool) -> None:
     _write_json(folder / "config.json", {**recall_weights.config(has_experts=has_experts), **eos, VERSION_KEY: VERSION})
     _write_json(folder / "generation_config.json", {**eos, "do_sample": False, "max_new_tokens": MAX_NEW_TOKENS})
     _write_json(folder / "tokenizer_config.json", tokenizer_config())
-    build_tokenizer().save(str(folder / "tokenizer.json"))
-    save_file(recall_weights.tensors(has_experts=has_experts), folder / "model.safetensors", metadata={"format": "pt"})
+    # The libraries' own functions for files hide errors such as that of a full disk.
+    (folder / "tokenizer.json").write_text(build_tokenizer().to_str(pretty=True), encoding="utf-8")
+    tensors = recall_weights.tensors(has_experts=has_experts)
+    (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

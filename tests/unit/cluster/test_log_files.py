@@ -4,6 +4,7 @@ import faulthandler
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     handlers, level = [*root.handlers], root.level
     yield tmp_path
     for handler in set(root.handlers) - set(handlers):
-        handler.close()
+        with suppress(OSError):  # as logging.shutdown does
+            handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
 
@@ -53,6 +55,16 @@ def test_records_go_to_a_private_file(cache: Path) -> None:
     file = cache / "logs/demo/2026-11-26T10-00-00-7/prefill-0-rank-1.log"
     assert file.read_text().endswith(" WARNING prefill-0 rank 1: hello\n")
     assert file.parent.stat().st_mode & 0o777 == file.parent.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_full_disk_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    NOW.folder.mkdir(parents=True)
+    (NOW.folder / "router.log").symlink_to("/dev/full")
+    set_up_logs(ProcessLog(process="router", config=LogConfig(), session=NOW), to_stderr=False)
+    for _ in range(3):
+        logging.getLogger("router").warning("hello")
+    file = NOW.folder / "router.log"
+    assert capsys.readouterr().err == f"{file}: log lines are lost: No space left on device\n"
 
 
 def test_a_full_file_replaces_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Loading weights: every tensor arrives from any file layout and dtype, and errors name each mismatch."""
 
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -262,6 +263,20 @@ def test_a_cache_folder_that_cannot_be_written_is_one_line(monkeypatch: pytest.M
         resolve_model("recall")
     where = f"{tmp_path}/file/cache: Not a directory"
     assert str(caught.value) == f"BATON_CACHE_DIR: cannot write to {where}; allowed: a folder with free space"
+
+
+def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # the weights are larger
+    try:
+        with pytest.raises(UserError) as caught:
+            resolve_model("recall")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = f"BATON_CACHE_DIR: cannot write to {tmp_path}: File too large; allowed: a folder with free space"
+    assert str(caught.value) == message
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_being_offline_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
