@@ -175,9 +175,10 @@ class Metrics(Collector):
         return made
 
     def totals(self) -> dict[str, float]:
-        """Return token counts since startup, from which the status page computes rates."""
+        """Return counts since startup for the status page, which computes rates from those of tokens."""
         counts = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
-        return {count.name.removeprefix("baton_"): count.values[()] for count in counts}
+        tokens = {count.name.removeprefix("baton_"): count.values[()] for count in counts}
+        return tokens | {"parity_mismatches": self.parity_probes.values.get(("mismatch",), 0)}
 
     def on_cached(self, cached: CachedTokens) -> None:
         self.cached_tokens.add(cached.total)

@@ -190,9 +190,11 @@ async function look() {
       return;  // until a key is given
     }
     if (!reply.ok) throw new Error((await reply.json()).error.message);
-    show(await reply.json());
+    const now = await reply.json();
+    show(now);
     setLoggedIn(true);
-    at("problem").textContent = "";
+    const mismatches = now.totals.parity_mismatches;
+    at("problem").textContent = mismatches ? `mismatches found by parity probes: ${mismatches}` : "";
   } catch (error) {
     at("problem").textContent = error.message;
   }

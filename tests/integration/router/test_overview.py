@@ -40,7 +40,7 @@ def test_it_reads_topology_totals_and_recent_requests(cluster: RouterCluster) ->
     status: Any = cluster.http.get("/status").json()
     assert (status["model"], status["router"]) == (MODEL, {"open": 0, "waiting": 0, "draining": False})
     assert status["totals"]["generation_tokens"] == 9
-    assert status["totals"]["kv_bytes"] == 4096
+    assert (status["totals"]["kv_bytes"], status["totals"]["parity_mismatches"]) == (4096, 0)
     first, second = status["replicas"]
     assert (first["replica"], first["role"], first["ready"], first["load"]["free_pages"]) == (
         "prefill-0",

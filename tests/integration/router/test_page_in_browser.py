@@ -1,5 +1,6 @@
 """The page at ``/`` in a real browser, with several replicas and ranks, and cross-origin pages."""
 
+import html
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,13 @@ fetch("%s/v1/completions", {method: "POST", headers, body: JSON.stringify(asked)
   .then(async reply => [reply.status, reply.headers.get("x-request-id"), reply.headers.get("x-baton-prefill"),
     (await reply.json()).choices[0].text].join(" "), error => error.name)
   .then(shown => { document.querySelector("p").textContent = shown })
+</script>"""
+
+_PHONE_WIDTH = 390
+_FRAMED = """<iframe style="width: %dpx; height: 5000px; border: 0" srcdoc="%s"></iframe><p>waits</p><script>
+document.querySelector("iframe").addEventListener("load", event => {
+  document.querySelector("p").textContent = event.target.contentDocument.documentElement.scrollWidth
+})
 </script>"""
 
 
@@ -81,6 +89,18 @@ def test_it_shows_the_cluster(cluster: RouterCluster, tmp_path: Path) -> None:
     assert "prefill 0 ms · prefill-0" in requests
     assert re.search(r'<span id="problem" role="status"></span>', page)
     assert re.search(r'<span id="longest">\d+ ms</span>', page)
+
+
+def test_it_fits_a_phone(cluster: RouterCluster, tmp_path: Path) -> None:
+    prefill, decode = wide(entry_of(cluster.prefill.peer), 2, 2), wide(entry_of(cluster.decode.peer), 1, 2)
+    cluster.table.show(table_of(prefill, decode, version=2))
+    cluster.complete("abc", max_tokens=9)
+    shown = browse(f"{cluster.url}/", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
+    static = html.escape(re.sub("<script>.*?</script>", "", shown, flags=re.DOTALL))
+    outer = tmp_path / "outer.html"
+    outer.write_text(_FRAMED % (_PHONE_WIDTH, static))
+    measured = browse(outer.as_uri(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
+    assert re.findall("<p>(.*?)</p>", measured)[-1] == str(_PHONE_WIDTH)
 
 
 def test_it_shows_latencies_of_the_last_minute(cluster: RouterCluster, tmp_path: Path) -> None:
