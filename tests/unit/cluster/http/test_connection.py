@@ -3,95 +3,15 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Iterable
 
 import pytest
-import uvicorn
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.server import ServerState
 
 from cluster.http import connection as http_connection
-from cluster.http.connection import MAX_PIPELINED, BoundedHttpProtocol
-from cluster.http.crowd import MAX_ARRIVED_BYTES, MAX_TURNS, Crowd
-from cluster.http.refusal import MAX_HEAD_BYTES, Refusal
-from tests.fakes.wire import Wire
-
-IDLE_S = 0.1
-
-
-async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """Respond by path: /unread and /refused without reading the body, /wait never, others with the body's size."""
-    size, status = 0, 200
-    match scope["path"]:
-        case "/unread":
-            await asyncio.sleep(2 * IDLE_S)  # longer than an idle connection is kept open
-        case "/refused":
-            status = 401
-        case "/wait":
-            while (await receive())["type"] != "http.disconnect":
-                continue
-            return
-        case _:
-            while (event := await receive())["type"] == "http.request":
-                size += len(event.get("body", b""))
-                if not event.get("more_body"):
-                    break
-            else:
-                return
-    await PlainTextResponse(f"read {size}.", status)(scope, receive, send)
-
-
-class Protocol(BoundedHttpProtocol):
-    head_s = body_s = IDLE_S
-
-    def refused(self, refusal: Refusal) -> ASGIApp:
-        return PlainTextResponse(f"{refusal.code}: {refusal}", refusal.status)
-
-
-class Connection:
-    """Connection of a client to ``answer``."""
-
-    def __init__(self) -> None:
-        config = uvicorn.Config(answer, lifespan="off", log_config=None, timeout_keep_alive=IDLE_S, ws="none")  # type: ignore[arg-type]
-        config.load()
-        self.state = ServerState()
-        self.wire = Wire()
-        self.protocol = Protocol(config, self.state, {}, asyncio.get_running_loop())
-        self.protocol.connection_made(self.wire)
-
-    def send(self, *packets: bytes) -> None:
-        for packet in packets:
-            self.protocol.data_received(packet)
-
-    async def answers(self, number: int = 1) -> list[str]:
-        """Return the status lines and bodies of the first responses."""
-        await settle(lambda: self.wire.text.count("HTTP/1.1 ") >= number and not self.state.tasks)
-        return [
-            said.split("\r\n")[0] + "|" + said.rpartition("\r\n\r\n")[2]
-            for said in self.wire.text.split("HTTP/1.1 ")[1:]
-        ]
-
-    async def refusal(self, num_before: int = 0) -> str:
-        """Return the last response's status and body; check that the client can read it before the connection ends."""
-        *_, last = await self.answers(num_before + 1)
-        assert self.wire.text.count("connection: close") == 1
-        assert self.wire.has_eof
-        assert not self.wire.is_closed
-        self.send(b"GET / HTTP/1.1\r\n\r\n" * 9)
-        assert len(await self.answers()) == num_before + 1
-        return last
-
-
-async def settle(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():
-            await asyncio.sleep(0.01)
-
-
-def post(path: str = "/", *headers: str) -> bytes:
-    return "\r\n".join([f"POST {path} HTTP/1.1", "host: x", *headers, "", ""]).encode()
+from cluster.http.connection import MAX_PIPELINED
+from cluster.http.crowd import Crowd
+from cluster.http.refusal import MAX_HEAD_BYTES
+from tests.fakes.http_connection import IDLE_S, Connection, post, settle
 
 
 def cut(data: bytes, size: int) -> Iterable[bytes]:
@@ -379,58 +299,3 @@ async def test_nothing_is_left_of_a_client_that_vanished(said: bytes, error: Exc
     connection.protocol = None  # type: ignore[assignment]
     gc.collect()
     assert left() is None
-
-
-async def leave(connection: Connection) -> None:
-    connection.protocol.connection_lost(None)
-    await settle(lambda: not connection.state.tasks)
-
-
-LARGE = post("/", f"a: {'x' * 60_000}", "content-length: 3")
-
-
-async def test_complete_heads_without_bodies_take_a_limited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Protocol, "body_s", 60.0)
-    connections = list[Connection]()
-    for _ in range(MAX_ARRIVED_BYTES // 60_000 + 100):
-        connections.append(Connection())
-        connections[-1].send(LARGE)
-        await asyncio.sleep(0)
-    is_aborted = [connection.wire.is_closed for connection in connections]
-    assert sum(is_aborted) >= 100
-    assert is_aborted == sorted(is_aborted, reverse=True)
-    assert Crowd.of(asyncio.get_running_loop()).arrived.total <= MAX_ARRIVED_BYTES
-    for connection in connections:
-        connection.protocol.connection_lost(None)
-    await settle(lambda: not any(connection.state.tasks for connection in connections))
-
-
-async def test_what_an_application_has_taken_is_not_counted() -> None:
-    arrived, connection = Crowd.of(asyncio.get_running_loop()).arrived, Connection()
-    connection.send(LARGE + b"ab")
-    assert arrived.total > 60_000
-    await settle(lambda: arrived.total > 0)
-    connection.send(b"c")
-    assert (await connection.answers())[0].endswith("|read 3.")
-    assert arrived.total == 0
-
-
-async def test_requests_that_wait_are_counted_with_their_overhead() -> None:
-    arrived, connection = Crowd.of(asyncio.get_running_loop()).arrived, Connection()
-    connection.send(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n" + GET * 7)
-    assert 8 << 12 <= arrived.total <= 8 << 13
-    await leave(connection)
-
-
-@pytest.mark.parametrize("is_started", [False, True])
-async def test_the_memory_of_an_aborted_request_is_free_before_its_turn_to_end(is_started: bool) -> None:
-    connection = Connection()
-    connection.send(LARGE + b"ab")
-    if is_started:
-        await asyncio.sleep(0)
-    scope, cycle = cast(Any, connection.protocol.scope), connection.protocol.cycle
-    for _ in range(MAX_TURNS):
-        connection.protocol._crowd.take_turn(lambda: None, lambda: "another client")
-    connection.protocol.connection_lost(None)
-    assert (scope["headers"], len(cast(Any, cycle).body)) == ([], 0)
-    await settle(lambda: not connection.state.tasks)
