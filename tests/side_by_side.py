@@ -2,7 +2,7 @@
 
 from xdist.scheduler import LoadFileScheduling
 
-_CLUSTERS = ("tests/chaos/", "tests/integration/clusters/")
+_CLUSTERS = ("tests/chaos/", "tests/clients/", "tests/integration/clusters/")
 
 
 class OneClusterAtATime(LoadFileScheduling):  # type: ignore[misc]  # untyped
