@@ -65,5 +65,6 @@ def row_of(client: Client, *, checked: str = "", error: str = "") -> Row:
 def as_table(rows: list[Row]) -> str:
     """Return the rows in Markdown."""
     names = [field.name for field in fields(Row)]
-    lines = [names, ["---"] * len(names), *([getattr(row, name) for name in names] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [names, *([getattr(row, name) for name in names] for row in rows)]
+    head, *body = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([head, "|---" * len(names) + "|", *body])

@@ -55,7 +55,7 @@ def python(client: Client, tmp_path: Path) -> Iterator[str]:
             _run([*pip, *(["--no-deps"] if client.is_alone else []), client.package], INSTALL_S)
         yield python
     finally:
-        shutil.rmtree(environment)
+        shutil.rmtree(environment, ignore_errors=True)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ def run_tool(folder: Path, name: str, *arguments: str, **env: str) -> None:
     done = subprocess.run(
         [str(Path(sys.executable).with_name(name)), *arguments],
         cwd=folder,
-        env=os.environ | env,
+        env=os.environ | {"TMPDIR": str(folder)} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

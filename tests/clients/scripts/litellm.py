@@ -31,6 +31,4 @@ def check(url: str, _: Path) -> str:
     assert whole.choices[0].text == ANSWER
     response = litellm.responses(**at, model=f"openai/{MODEL}", input=PROMPT)
     assert response.output[-1].content[0].text == ANSWER
-    return (
-        "`openai/` and `hosted_vllm/`: chat, stream, async, structured output; `openai/`: tools, completion, responses"
-    )
+    return "`openai/`, `hosted_vllm/`: chat, stream, async, form; `openai/`: completion, tools, responses"
