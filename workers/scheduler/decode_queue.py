@@ -13,6 +13,7 @@ from cluster.spec.kv import NO_PAGE, pages_for
 from workers.cache.page_allocator import Demand, PageAllocator, PageLists, live_pages
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_request import DecodeRequest
+from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.shares import Shares, Turns
 from workers.scheduler.step_scheduler import StepScheduler
 from workers.scheduler.waiting import Waiting
@@ -97,6 +98,7 @@ class DecodeQueue:
         requests may overtake one that does not fit, as long as the oldest request does not starve.
         """
         self._take_fetched(now_s)
+        self._claim_share()
         holders = self._scheduler.holders
         self._promised = {room: pages for room, pages in self._promised.items() if room in holders.waiting}
         preempted = [sequence for sequence in holders.waiting if sequence.room not in self._promised]
@@ -107,6 +109,30 @@ class DecodeQueue:
         limit = min((held.used(sequence.tenant) for sequence in preempted), default=math.inf)
         self._choose_ahead(held, limit)
         return self._grant_in_turn(untried, held, limit)
+
+    def _claim_share(self) -> None:
+        """Preempt sequences of tenants above their share if the oldest request waits and its tenant stays within it.
+
+        A tenant's share is its weight's part of all pages.
+        """
+        oldest = self._queue.oldest
+        if oldest is None or not self._queue.is_blocked(oldest, self._allocator.num_gains):
+            return
+        requests = [*self._granted.values(), *self._queue.candidates()]
+        weights = {request.tenant: request.submit.weight for request in requests}
+        if len(weights) == 1:
+            return
+        held, share = self._count_held(), self._allocator.num_pages / sum(weights.values())
+        if held.used(oldest.tenant) > share and min(map(held.used, self._queue.tenants)) < share:
+            self._queue.end_turn()
+            oldest = self._queue.oldest
+            assert oldest is not None
+        num_new = self._count_new(oldest)
+        if held.used(oldest.tenant) + num_new / oldest.submit.weight > share:
+            return
+        self._num_growing = self._count_growing()
+        num_wanted = num_new + self._num_reserved - self._allocator.num_free
+        self._scheduler.holders.preempt_above(share, num_wanted, self._growth_of)
 
     def _choose_ahead(self, held: Shares, limit: float) -> None:
         """Choose the request that goes before the preempted sequences, if there are any, unless it is already chosen.
@@ -162,12 +188,12 @@ class DecodeQueue:
 
         If new requests took these too, a sequence that runs would soon be preempted.
         """
-        num_growing = sum(
-            pages_for(sequence.prompt_len + sequence.submit.stopping.max_tokens - 1, self._page_size)
-            > sequence.kv.num_pages
-            for sequence in self._scheduler.holders.running.values()
-        )
-        return num_growing * self._allocator.lifetimes.num
+        return sum(map(self._growth_of, self._scheduler.holders.running.values()))
+
+    def _growth_of(self, sequence: TokenSequence) -> int:
+        """Return how many pages a running sequence needs next."""
+        most_tokens = sequence.prompt_len + sequence.submit.stopping.max_tokens - 1
+        return (pages_for(most_tokens, self._page_size) > sequence.kv.num_pages) * self._allocator.lifetimes.num
 
     def _take_fetched(self, now_s: float) -> None:
         for room in list(self._fetching):

@@ -5,7 +5,8 @@ time. If the pool runs out of pages, one of the least urgent sequences is preemp
 the most pages. Its KV that is not cached is then computed again, which does not change the output.
 """
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -192,6 +193,29 @@ class PageHolders:
             (sequence, *others),
             key=lambda other: (other is not oldest, other.priority, held.used(other.tenant), other.arrival_number),
         )
+
+    def preempt_above(self, share: float, num_wanted: int, num_reserved_for: Callable[[TokenSequence], int]) -> None:
+        """Preempt the latest sequences of tenants that hold more than ``share`` pages per weight, if that frees enough.
+
+        The oldest of the most urgent sequences always makes progress, as in ``_last``.
+
+        Args:
+            num_reserved_for: returns the number of pages reserved for a running sequence, which become free with it.
+        """
+        running = self.running.values()
+        held, oldest = Shares.of_pages(running), min(running, key=urgency, default=None)
+        uses = Counter(page for sequence in running for page in live_pages(sequence.kv.pages))
+        others = [other for other in running if other is not oldest and not other.is_loading]
+        others.sort(key=lambda other: (-other.priority, -held.used(other.tenant), -other.arrival_number))
+        chosen = list[TokenSequence]()
+        for other in others:
+            if num_wanted > 0 and held.used(other.tenant) > share:
+                chosen.append(other)
+                held.charge(other, -other.kv.num_pages)
+                uses.subtract(pages := live_pages(other.kv.pages))
+                num_wanted -= sum(not uses[page] for page in pages) + num_reserved_for(other)
+        for other in chosen if num_wanted <= 0 else ():
+            self._preempt(other)
 
     def put_into_cache(self, sequence: TokenSequence) -> None:
         """Cache complete pages, unless a load may still write to them."""

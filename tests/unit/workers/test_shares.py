@@ -188,6 +188,14 @@ class DecodeOnly:
         self._take(self.pair.deliver(Role.DECODE, replace(submit, prefill=None)))
         return submit.room
 
+    @property
+    def num_preempted(self) -> int:
+        return self.pair.decode.load().num_preempted
+
+    def fill_pool(self) -> None:
+        while self.pair.allocators[Role.DECODE].num_free:
+            self.run_step()
+
     def count_tickets(self, *messages: Message) -> int:
         """Return for how many requests the leader asks prefill when these messages arrive."""
         return sum(isinstance(said, Ticket) for said in self.pair.deliver(Role.DECODE, *messages))
@@ -208,6 +216,33 @@ class DecodeOnly:
                 self.num_outputs[output.room] += len(output.token_ids)
                 if output.finish is not None:
                     self.ended[output.room] = self.num_steps
+
+
+@pytest.mark.parametrize(("num_pages", "is_granted"), [(1, True), (15, True), (40, True), (41, False)])
+def test_a_tenant_within_its_share_does_not_wait_for_the_end_of_others(num_pages: int, is_granted: bool) -> None:
+    """Choices of another tenant, which want 25 pages each, have filled the pool of 80."""
+    steps = DecodeOnly(80)
+    first = steps.submit("flood", 2, 25 * PAGE_SIZE)
+    choices = [steps.submit("flood", 2, 25 * PAGE_SIZE, first) for _ in range(40)]
+    steps.fill_pool()
+    before = steps.num_preempted
+    tickets = steps.count_tickets(steps.pair.submit([2] * num_pages * PAGE_SIZE, tenant="other"))
+    assert tickets + steps.count_tickets() == is_granted
+    assert (steps.num_preempted > before) == is_granted
+    while not steps.ended.keys() >= {first, *choices}:
+        steps.run_step()
+
+
+def test_nothing_is_preempted_in_vain() -> None:
+    """The oldest choice, which is never preempted, leaves too few pages for a request within its tenant's share."""
+    steps = DecodeOnly(40)
+    first = steps.submit("flood", 20, 25 * PAGE_SIZE)
+    for _ in range(9):
+        steps.submit("flood", 20, 25 * PAGE_SIZE, first)
+    steps.fill_pool()
+    before = steps.num_preempted
+    tickets = steps.count_tickets(steps.pair.submit([2] * 20 * PAGE_SIZE, tenant="other"))
+    assert (tickets + steps.count_tickets(), steps.num_preempted) == (0, before)
 
 
 @pytest.mark.parametrize(("num_pages", "most_steps"), [(4, 30), (30, 200)])
