@@ -63,6 +63,9 @@ class CallScanner:
         self._escaped = False
         self._key: str | None = None
         self._written = ""
+        """Key or value that has begun, without the characters in ``_newest``."""
+        self._newest = list[str]()
+        """Characters that the current ``push`` adds: adding each to the text would take quadratic time."""
         self._values: dict[str, str] = {}
         self._num_passed = 0
         """Number of characters of the arguments that were passed on."""
@@ -79,6 +82,7 @@ class CallScanner:
         while num_taken < len(text) and not self.is_over:
             self._take(text[num_taken], events)
             num_taken += 1
+        self._keep_newest()
         self.raw += text[:num_taken]
         if self.has_begun:
             events += self._argue()
@@ -86,7 +90,7 @@ class CallScanner:
 
     def _take(self, char: str, events: list[Event]) -> None:
         if self._in_string:
-            self._written += char
+            self._newest.append(char)
             self._in_string = char != '"' or self._escaped
             self._escaped = char == "\\" and not self._escaped
         elif self._depth == 0:
@@ -97,10 +101,15 @@ class CallScanner:
         else:
             self._in_string = char == '"'
             self._depth = max(1, self._depth + (char in "{[") - (char in "}]"))
-            self._written += char
+            self._newest.append(char)
+
+    def _keep_newest(self) -> None:
+        self._written += "".join(self._newest)
+        self._newest.clear()
 
     def _divide(self, char: str, events: list[Event]) -> None:
         """End a key or value at this separator."""
+        self._keep_newest()
         written, self._written = self._written.strip(), ""
         if char == ":":
             key = _string(written)
