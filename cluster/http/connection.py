@@ -44,6 +44,8 @@ _LINE_BYTES = 4
 """Bytes of a header line besides name and value."""
 _REQUEST_BYTES = 4 << 10
 """Memory of a request besides its headers."""
+_UNREAD_BYTES = 4 << 10
+"""Size of what the kernel does not take from a response, above which the client is watched."""
 _HEADER_BYTES = 128
 """Memory of a header besides its characters."""
 _CLOCK = SystemClock()
@@ -96,17 +98,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._wire = cast(asyncio.Transport, transport)
         self._crowd = Crowd.of(self.loop)
         super().connection_made(self._wire)
+        self._wire.set_write_buffer_limits(_UNREAD_BYTES)
         self._limit(_Stage.END, self.timeout_keep_alive, self._expire)
         self._crowd.add_idle(self._wire)
 
     def connection_lost(self, exc: Exception | None) -> None:
         running = self._running
+        client = self.client_of(running.scope if running is not None else {"client": self.client})
         self.headers = []
         self.pipeline.clear()
         if running is not None and not running.response_complete:
             running.abandon()
-        client = partial(self.client_of, running.scope if running is not None else {"client": self.client})
-        self._crowd.take_turn(partial(self._end, exc), client)
+        self._crowd.take_turn(partial(self._end, exc), lambda: client)
 
     def _end(self, exc: Exception | None) -> None:
         """Tell a running request that its client has left, and forget the connection."""
@@ -254,6 +257,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _count_arrived(self) -> None:
         """Count what has arrived and no application has taken."""
         if self._wire.is_closing():
+            self._crowd.arrived.forget(self._wire)
             return
         num_bytes = self._num_head_bytes if self._stage is _Stage.HEAD and not self._is_deaf else 0
         if self._running is not None:
@@ -323,7 +327,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             message = f"the body did not arrive within {self.body_s:g} s"
             self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", message))
         else:
-            self._wire.close()
+            self._hang_up()
 
     def _discard(self, data: bytes) -> None:
         self._num_discarded += len(data)
@@ -348,7 +352,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                     return
         self._stage = _Stage.HEAD
         self.expect_100_continue = False
-        scope = {"type": "http", "method": "GET", "http_version": "1.1"}
+        scope = {"type": "http", "method": "GET", "http_version": "1.1", "client": self.client}
         self.cycle = self._cycle(scope, keep_alive=False, num_head_bytes=0)
         if has_to_wait:
             self.pipeline.appendleft((self.cycle, cast(Any, self.refused(refusal))))
@@ -358,13 +362,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _close(self) -> None:
         """Close the connection. If the client is still sending, let it read the response first."""
         self._has_said_all = True
-        if self._stage is _Stage.END or self._wire.is_closing():
-            self._wire.close()
+        if self._wire.is_closing():
+            return
+        if self._stage is _Stage.END:
+            self._hang_up()
             return
         self._is_deaf = True
         self.flow.resume_reading()
         self._wire.write_eof()
         self._limit(None, LINGER_S, self._wire.abort)
+
+    def _hang_up(self) -> None:
+        """Close the connection once the client has read what is left, or when it reads too slowly."""
+        self._wire.close()
+        if self._reader is None:
+            self._reader = SlowClientWatch(self._wire, self.read_s)
 
 
 def _num_bytes(headers: list[tuple[bytes, bytes]]) -> int:

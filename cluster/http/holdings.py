@@ -22,7 +22,8 @@ class Holdings:
 
     def hold(self, wire: asyncio.Transport, client: Hashable, num_bytes: int) -> None:
         """Note the number of bytes that a connection of a client holds now."""
-        own = self._held.setdefault(self._owners.setdefault(wire, client), {})
+        client = self._owners.setdefault(wire, client)
+        own = self._held.setdefault(client, {})
         added = num_bytes - own.get(wire, 0)
         own[wire] = num_bytes
         self._sizes[client] += added

@@ -5,6 +5,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,27 @@ def test_a_client_that_does_not_read_is_disconnected(router: Service, monkeypatc
         time.sleep(3.0)
         assert len(b"".join(_received(sock))) < len(everything)
     assert router.is_well()
+
+
+@pytest.mark.parametrize("header", ["connection: close", "a: b"])
+def test_a_client_that_never_reads_the_end_is_disconnected(
+    router: Service, monkeypatch: pytest.MonkeyPatch, header: str
+) -> None:
+    """The kernel takes most of the response; what it leaves is too little to pause the application."""
+    monkeypatch.setattr(router.protocol, "read_s", 0.3)
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+        host, port = router.url.removeprefix("http://").split(":")
+        sock.connect((host, int(port)))
+        sock.sendall(head("GET /openapi.json", header))
+        time.sleep(2.0)
+        sock.settimeout(WAIT_S)
+        num_read = 0
+        with suppress(ConnectionResetError):
+            while data := sock.recv(1 << 16):
+                num_read += len(data)
+    assert num_read < len(router.ask(head("GET /openapi.json", "connection: close"))[2])
 
 
 def test_a_client_that_reads_slowly_gets_everything(router: Service, monkeypatch: pytest.MonkeyPatch) -> None:
