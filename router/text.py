@@ -30,7 +30,7 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputChunk(msgspec.Struct, kw_only=True):
-    """Tokens of a choice with their text: at most one when streamed, all of them once joined."""
+    """Next part of a choice: at most one token, and the text that it completes."""
 
     index: int = 0
     """Index of the choice in its response."""
@@ -49,22 +49,6 @@ class OutputChunk(msgspec.Struct, kw_only=True):
     """Number of characters before each token in the answer."""
     stopped_by: str | int | None = None
     """Stop string or requested stop token that ended the answer; set with the last token."""
-
-
-def join(chunks: Sequence[OutputChunk]) -> OutputChunk:
-    if len(chunks) == 1:
-        return chunks[0]
-    return OutputChunk(
-        index=chunks[0].index,
-        text="".join(chunk.text for chunk in chunks),
-        finish=chunks[-1].finish,
-        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
-        logprobs=tuple(given for chunk in chunks for given in chunk.logprobs),
-        written_logprobs=tuple(written for chunk in chunks for written in chunk.written_logprobs),
-        offsets=tuple(offset for chunk in chunks for offset in chunk.offsets),
-        prompt_logprobs=chunks[0].prompt_logprobs,
-        stopped_by=chunks[-1].stopped_by,
-    )
 
 
 class MarkerScanner:

@@ -206,19 +206,20 @@ class AnswerReader:
 
 
 async def _whole(tokenizer: Tokenizer, opening: AbstractAsyncContextManager[Answer], writer: Writer) -> Response:
-    num_logprobs = 0
+    num_tokens = num_logprobs = 0
     async with opening as answer:
-        reader, parts = AnswerReader(tokenizer, answer), [list[OutputChunk]() for _ in answer.requests]
+        reader = AnswerReader(tokenizer, answer)
         async for chunks in reader.chunks():
             for chunk in chunks:
                 if chunk.logprobs:
                     num_logprobs += sum(1 + len(given.top_ids) for given in chunk.logprobs)
                     _check_logprobs(num_logprobs)
                 await writer.prepare(chunk)
-                parts[chunk.index].append(chunk)
-        usage = _usage(answer, sum(len(chunk.token_ids) for part in parts for chunk in part))
+                writer.gather(chunk)
+                num_tokens += len(chunk.token_ids)
+        usage = _usage(answer, num_tokens)
         headers = answer.headers
-    return JsonAnswer(writer.whole(parts, usage), headers=headers)
+    return JsonAnswer(writer.whole(usage), headers=headers)
 
 
 def _check_logprobs(number: int) -> None:

@@ -304,9 +304,10 @@ class ResponseWriter:
         ended, events = self._ended(usage)
         return self._write([*events, (f"response.{ended.status}", {"response": ended})])
 
-    def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
-        for chunk in choices[0]:
-            self._take(chunk)
+    def gather(self, chunk: OutputChunk) -> None:
+        self._take(chunk)
+
+    def whole(self, usage: Usage) -> bytes:
         return _encode_json(self._ended(usage)[0])
 
     def failed(self, error: RequestFailedError) -> bytes:

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from cluster.spec.sampling import TokenLogprobs
 from cluster.tokenizer import Tokenizer
-from router.text import AnswerText, OutputChunk, TextRules, join, token_bytes, token_text
+from router.text import AnswerText, OutputChunk, TextRules, token_bytes, token_text
 
 _LEAST = -9999.0
 """Substitute for minus infinity, which JSON cannot represent."""
@@ -235,7 +235,7 @@ async def echo_logprobs(
     given = [None, *logprobs]
     for begin in range(0, len(given), _MOST_AT_ONCE):
         token_ids = prompt.token_ids[begin : begin + _MOST_AT_ONCE]
-        made.text_offset.extend(join(text.push(token_ids, None)).offsets)
+        made.text_offset.extend(offset for chunk in text.push(token_ids, None) for offset in chunk.offsets)
         for token_id, entry in zip(token_ids, given[begin : begin + _MOST_AT_ONCE], strict=True):
             token = token_text(tokenizer, token_id)
             made.tokens.append(token)
@@ -243,13 +243,6 @@ async def echo_logprobs(
             made.top_logprobs.append(None if entry is None else _by_text(tokenizer, token, entry))
         await asyncio.sleep(0)
     return made
-
-
-def joined(first: CompletionLogprobs, second: CompletionLogprobs | None) -> CompletionLogprobs:
-    if second is None:
-        return first
-    fields = CompletionLogprobs.__struct_fields__
-    return CompletionLogprobs(**{name: getattr(first, name) + getattr(second, name) for name in fields})
 
 
 async def prompt_logprobs(

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from msgspec.structs import replace
 
 from cluster.spec.sampling import FinishReason
+from router.api.gathered import GatheredChat, GatheredCompletion
 from router.api.responses import (
-    ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
@@ -22,17 +21,14 @@ from router.api.responses import (
     CompletionChoice,
     Delta,
     FunctionCall,
-    Message,
     PromptLogprobs,
     ShownPrompt,
     StopReason,
-    ToolCall,
     ToolCallDelta,
     Usage,
     chat_logprobs,
     completion_logprobs,
     echo_logprobs,
-    joined,
     prompt_logprobs,
     top_logprobs,
 )
@@ -41,7 +37,7 @@ from router.errors import RequestFailedError
 from router.message import CallPart, MessagePart, MessageReader, Thinking
 from router.preprocess.job import ChatOptions, CompletionOptions, ResponseOptions, ResponsesOptions
 from router.preprocess.model import ServedModel
-from router.text import OutputChunk, join
+from router.text import OutputChunk
 
 _encode_json = msgspec.json.Encoder().encode
 
@@ -61,8 +57,11 @@ class Writer(Protocol):
     def failed(self, error: RequestFailedError) -> bytes:
         """Return the events that end a stream without a complete answer."""
 
-    def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
-        """Return the complete answer, made from every choice's chunks."""
+    def gather(self, chunk: OutputChunk) -> None:
+        """Add a choice's next chunk to the complete answer."""
+
+    def whole(self, usage: Usage) -> bytes:
+        """Return the complete answer."""
 
 
 class TextWriter(ABC):
@@ -118,6 +117,7 @@ class ChatWriter(TextWriter):
         is_plain = options.thinking is Thinking.NONE and options.tool_names is None
         self._readers = None if is_plain else defaultdict[int, MessageReader](partial(new_reader, model, options))
         """Readers of the choices; None if the text needs no parsing."""
+        self._gathered = defaultdict[int, GatheredChat](GatheredChat)
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         opening = b""
@@ -125,39 +125,32 @@ class ChatWriter(TextWriter):
             self._begun.add(chunk.index)
             role = ChatChunkChoice(index=chunk.index, delta=Delta(role="assistant", content=""), finish_reason=None)
             opening = self._frame([role], None, self._prompt_token_ids(self._prompt.token_ids))
-        choice = ChatChunkChoice(
+        return opening + self._frame([self._choice(chunk)], usage)
+
+    def gather(self, chunk: OutputChunk) -> None:
+        self._gathered[chunk.index].add(self._choice(chunk))
+
+    def whole(self, usage: Usage) -> bytes:
+        return _encode_json(
+            ChatCompletion(
+                id=self._id,
+                created=self._created,
+                model=self._model,
+                choices=[gathered.choice() for _, gathered in sorted(self._gathered.items())],
+                prompt_logprobs=_or_unset(self._prompt.logprobs),
+                prompt_token_ids=self._prompt_token_ids(self._prompt.token_ids),
+                usage=usage,
+            )
+        )
+
+    def _choice(self, chunk: OutputChunk) -> ChatChunkChoice:
+        return ChatChunkChoice(
             index=chunk.index,
             delta=_delta(self._read(chunk)),
             logprobs=self._logprobs(chunk),
             finish_reason=self._finish_reason(chunk),
             stop_reason=_stop_reason(chunk),
             token_ids=self._token_ids(chunk),
-        )
-        return opening + self._frame([choice], usage)
-
-    def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
-        chunks = [join(chunks) for chunks in choices]
-        made = [
-            ChatChoice(
-                index=index,
-                message=_message(self._read(chunk)),
-                logprobs=self._logprobs(chunk),
-                finish_reason=self._finish_reason(chunk),
-                stop_reason=_stop_reason(chunk),
-                token_ids=self._token_ids(chunk),
-            )
-            for index, chunk in enumerate(chunks)
-        ]
-        return _encode_json(
-            ChatCompletion(
-                id=self._id,
-                created=self._created,
-                model=self._model,
-                choices=made,
-                prompt_logprobs=_or_unset(self._prompt.logprobs),
-                prompt_token_ids=self._prompt_token_ids(self._prompt.token_ids),
-                usage=usage,
-            )
         )
 
     def _prompt_of(self, chunk: OutputChunk) -> ShownPrompt:
@@ -214,22 +207,18 @@ class CompletionWriter(TextWriter):
         self._prompts = [ShownPrompt(ids, echo, skip) for ids, echo in zip(prompts, echoes, strict=True)]
         self._num_choices = num_choices
         self._with_logprobs = options.with_logprobs
+        self._gathered = defaultdict[int, GatheredCompletion](GatheredCompletion)
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
-        prompt, is_first = self._prompt_of(chunk), chunk.index not in self._begun
-        self._begun.add(chunk.index)
-        prompt_token_ids = self._prompt_token_ids(prompt.token_ids) if is_first else UNSET
-        opening = b""
-        if is_first and prompt.echo is not None:
-            echo = CompletionChoice(
-                index=chunk.index,
-                text=prompt.echo,
-                logprobs=prompt.echo_logprobs,
-                finish_reason=None,
-                prompt_token_ids=prompt_token_ids,
-            )
-            opening, prompt_token_ids = self._frame([echo], None), UNSET
-        return opening + self._frame([self._choice(chunk, prompt, prompt_token_ids)], usage)
+        *opening, last = self._choices(chunk)
+        return b"".join(self._frame([choice], None) for choice in opening) + self._frame([last], usage)
+
+    def gather(self, chunk: OutputChunk) -> None:
+        for choice in self._choices(chunk):
+            self._gathered[chunk.index].add(choice)
+
+    def whole(self, usage: Usage) -> bytes:
+        return self._encode([gathered.choice() for _, gathered in sorted(self._gathered.items())], usage)
 
     def _write_logprobs(self, chunk: OutputChunk) -> Sequence[msgspec.Raw]:
         return top_logprobs(self._tokenizer, chunk)
@@ -243,19 +232,24 @@ class CompletionWriter(TextWriter):
         if prompt.echo is not None and is_new:
             prompt.echo_logprobs = await echo_logprobs(self._tokenizer, prompt, given)
 
-    def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
-        return self._encode([self._whole_choice(join(chunks)) for chunks in choices], usage)
-
     def _frame(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
         return event(self._encode(choices, usage))
 
-    def _whole_choice(self, chunk: OutputChunk) -> CompletionChoice:
-        prompt = self._prompt_of(chunk)
-        choice = self._choice(chunk, prompt, self._prompt_token_ids(prompt.token_ids))
-        if prompt.echo is None:
-            return choice
-        logprobs = choice.logprobs if prompt.echo_logprobs is None else joined(prompt.echo_logprobs, choice.logprobs)
-        return replace(choice, text=prompt.echo + choice.text, logprobs=logprobs)
+    def _choices(self, chunk: OutputChunk) -> list[CompletionChoice]:
+        """Return a chunk's part of its choice, and before the first one the echo of the prompt."""
+        prompt, is_first = self._prompt_of(chunk), chunk.index not in self._begun
+        self._begun.add(chunk.index)
+        prompt_token_ids = self._prompt_token_ids(prompt.token_ids) if is_first else UNSET
+        if not is_first or prompt.echo is None:
+            return [self._choice(chunk, prompt, prompt_token_ids)]
+        echo = CompletionChoice(
+            index=chunk.index,
+            text=prompt.echo,
+            logprobs=prompt.echo_logprobs,
+            finish_reason=None,
+            prompt_token_ids=prompt_token_ids,
+        )
+        return [echo, self._choice(chunk, prompt, UNSET)]
 
     def _choice(
         self, chunk: OutputChunk, prompt: ShownPrompt, prompt_token_ids: list[int] | UnsetType
@@ -293,18 +287,6 @@ def _or_unset(logprobs: PromptLogprobs | None) -> PromptLogprobs | UnsetType:
 
 def _stop_reason(chunk: OutputChunk) -> StopReason:
     return UNSET if chunk.finish is None else chunk.stopped_by
-
-
-def _message(whole: MessagePart) -> Message:
-    calls = [
-        ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments)) for call in whole.calls
-    ]
-    return Message(
-        content=None if calls and not whole.content else whole.content,
-        reasoning_content=whole.reasoning or UNSET,
-        reasoning=whole.reasoning or UNSET,
-        tool_calls=calls or UNSET,
-    )
 
 
 def _delta(part: MessagePart) -> Delta:

@@ -118,6 +118,6 @@ def test_the_usage_has_what_openais_client_requires_and_the_tiers_of_the_prompt(
     options = ResponsesOptions(fields=REPEATED)
     details = PromptTokensDetails(cached_tokens=32, **tiers)
     usage = Usage(prompt_tokens=40, completion_tokens=2, total_tokens=42, prompt_tokens_details=details)
-    written = json.loads(response_writer.ResponseWriter("x", model, options).whole([[]], usage))["usage"]
+    written = json.loads(response_writer.ResponseWriter("x", model, options).whole(usage))["usage"]
     assert written["input_tokens_details"] == {"cached_tokens": 32, "cache_write_tokens": 0} | tiers
     assert ResponseUsage.model_validate(written, strict=True).output_tokens_details.reasoning_tokens == 0

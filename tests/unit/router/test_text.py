@@ -11,7 +11,7 @@ from tokenizers import decoders, normalizers
 
 from cluster.spec.sampling import FinishReason
 from cluster.tokenizer import Tokenizer
-from router.text import AnswerText, MarkerScanner, OutputChunk, TextRules, join, token_bytes, token_text
+from router.text import AnswerText, MarkerScanner, OutputChunk, TextRules, token_bytes, token_text
 from tests.fakes.model_folder import BOS, EOS, write_model_folder
 from tests.fakes.replica import logprobs_of
 
@@ -83,7 +83,7 @@ def test_stop_strings_count_only_after_the_minimum(
             break
     else:
         shown += made.push([], FinishReason.LENGTH)
-    assert join(shown).text == text[:start] + truncate(text[start:], stops)
+    assert text_of(shown) == text[:start] + truncate(text[start:], stops)
 
 
 @given(
@@ -105,13 +105,12 @@ def test_characters_and_stop_strings_may_be_split_over_tokens_in_any_way(
             break
     else:
         shown += made.push([], FinishReason.LENGTH)
-    whole = join(shown)
     is_stopped = any(stop in text for stop in stops)
-    assert whole.finish is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+    assert shown[-1].finish is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
     ends = [
         len(truncate(text, stops)) + len(stop) for stop in stops if text[len(truncate(text, stops)) :].startswith(stop)
     ]
-    assert whole.text == (text[: min(ends)] if include and is_stopped else truncate(text, stops))
+    assert text_of(shown) == (text[: min(ends)] if include and is_stopped else truncate(text, stops))
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abcd")])
@@ -119,22 +118,22 @@ def test_the_stop_string_is_included_on_request(tokenizer: Tokenizer, include: b
     by_string = AnswerText(tokenizer, TextRules(stops=["cd"], include_stop=include))
     assert joined(by_string.push(list(b"abcde"), None)) == (text, FinishReason.STOP)
     by_token = AnswerText(tokenizer, TextRules(stop_token_ids=frozenset({100}), include_stop=include))
-    assert join(by_token.push(list(b"abd"), FinishReason.STOP)).text == ("abd" if include else "ab")
+    assert text_of(by_token.push(list(b"abd"), FinishReason.STOP)) == ("abd" if include else "ab")
 
 
 def test_special_tokens_are_shown_on_request(tokenizer: Tokenizer) -> None:
     tokens = [97, EOS, 98]
-    assert join(AnswerText(tokenizer, TextRules()).push(tokens, FinishReason.LENGTH)).text == "ab"
+    assert text_of(AnswerText(tokenizer, TextRules()).push(tokens, FinishReason.LENGTH)) == "ab"
     shown = AnswerText(tokenizer, TextRules(skip_special_tokens=False)).push(tokens, FinishReason.LENGTH)
-    assert join(shown).text == "a</s>b"
+    assert text_of(shown) == "a</s>b"
 
 
 def test_offsets_and_logprobs_belong_to_their_tokens(tokenizer: Tokenizer) -> None:
     tokens = [*"a€b".encode()]
     logprobs = [logprobs_of(token_id, 2) for token_id in tokens]
-    piece = join(AnswerText(tokenizer, TextRules(stops=["bX"])).push(tokens, FinishReason.LENGTH, logprobs))
-    assert piece.offsets == (0, 1, 1, 1, 2)
-    assert piece.logprobs == tuple(logprobs)
+    chunks = AnswerText(tokenizer, TextRules(stops=["bX"])).push(tokens, FinishReason.LENGTH, logprobs)
+    assert offsets_of(chunks) == (0, 1, 1, 1, 2)
+    assert [given for chunk in chunks for given in chunk.logprobs] == logprobs
 
 
 @pytest.mark.parametrize(
@@ -149,21 +148,29 @@ def test_offsets_and_logprobs_belong_to_their_tokens(tokenizer: Tokenizer) -> No
 def test_offsets_next_to_invalid_characters(
     tokenizer: Tokenizer, tokens: bytes, text: str, offsets: tuple[int, ...]
 ) -> None:
-    whole = join(AnswerText(tokenizer, TextRules()).push([*tokens], FinishReason.LENGTH))
-    assert (whole.text, whole.offsets) == (text, offsets)
+    chunks = AnswerText(tokenizer, TextRules()).push([*tokens], FinishReason.LENGTH)
+    assert (text_of(chunks), offsets_of(chunks)) == (text, offsets)
+
+
+def text_of(chunks: list[OutputChunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+def offsets_of(chunks: list[OutputChunk]) -> tuple[int, ...]:
+    return tuple(offset for chunk in chunks for offset in chunk.offsets)
 
 
 def joined(pieces: list[OutputChunk]) -> tuple[str, FinishReason | None]:
     """Return the joined text and the finish reason of the last piece. No other piece may have one."""
     assert not any(piece.finish for piece in pieces[:-1])
-    return "".join(piece.text for piece in pieces), pieces[-1].finish
+    return text_of(pieces), pieces[-1].finish
 
 
 def test_the_stopping_token_is_counted_and_not_shown(tokenizer: Tokenizer) -> None:
     text = answer(tokenizer)
     pieces = text.push([97, 46], FinishReason.STOP)
     assert joined(pieces) == ("a", FinishReason.STOP)
-    assert join(pieces).token_ids == (97, 46)
+    assert [token_id for piece in pieces for token_id in piece.token_ids] == [97, 46]
 
 
 def test_a_stop_token_in_the_middle_or_at_the_length_limit_is_shown(tokenizer: Tokenizer) -> None:
