@@ -138,7 +138,7 @@ class HttpProtocol(BoundedHttpProtocol):
 
 
 class _HeadAsGet:
-    """ASGI application that answers HEAD wherever GET is answered; uvicorn sends only the head."""
+    """ASGI application that answers HEAD wherever GET is answered; the connection sends only the head."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -20,7 +20,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.http.crowd import Crowd
 from cluster.http.cycle import Cycle
-from cluster.http.refusal import MAX_HEAD_BYTES, REFUSAL_KEY, Refusal, invalid, refusal_of, too_large, wrong_version
+from cluster.http.flow import WatchfulFlow
+from cluster.http.refusal import (
+    MAX_HEAD_BYTES,
+    REFUSAL_KEY,
+    Refusal,
+    invalid,
+    refusal_of,
+    too_large,
+    too_slow,
+    wrong_version,
+)
 from cluster.http.slow_client import SlowClientWatch
 from cluster.spec.clock import SystemClock
 
@@ -98,6 +108,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._wire = cast(asyncio.Transport, transport)
         self._crowd = Crowd.of(self.loop)
         super().connection_made(self._wire)
+        self.flow = WatchfulFlow(self._wire)
         self._wire.set_write_buffer_limits(_UNREAD_BYTES)
         self._limit(_Stage.END, self.timeout_keep_alive, self._expire)
         self._crowd.add_idle(self._wire)
@@ -105,6 +116,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         running = self._running
         client = self.client_of(running.scope if running is not None else {"client": self.client})
+        cast(WatchfulFlow, self.flow).stop_watching()
         self.headers = []
         self.pipeline.clear()
         if running is not None and not running.response_complete:
@@ -208,7 +220,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_asgi_task(self.cycle, self.app)
         else:
             self.pipeline.appendleft((self.cycle, self.app))
-            if len(self.pipeline) == MAX_PIPELINED:  # while reading is paused, nobody notices that the client leaves
+            if len(self.pipeline) == MAX_PIPELINED:
                 self.flow.pause_reading()
 
     def _cycle(self, scope: Scope, *, keep_alive: bool, num_head_bytes: int) -> Any:
@@ -324,8 +336,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._awaited = None  # the rest waits for us
             self._limit_rest(b"")
         elif self._stage is _Stage.BODY:
-            message = f"the body did not arrive within {self.body_s:g} s"
-            self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", message))
+            self._refuse(too_slow("body", self.body_s))
+        elif self._stage is _Stage.HEAD:
+            self._refuse(too_slow("head", self.head_s))
         else:
             self._hang_up()
 

@@ -29,6 +29,11 @@ def too_large(what: str) -> Refusal:
     return Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "head_too_large", message)
 
 
+def too_slow(what: str, limit_s: float) -> Refusal:
+    message = f"the request {what} did not arrive within {limit_s:g} s"
+    return Refusal(HTTPStatus.REQUEST_TIMEOUT, f"{what}_timeout", message)
+
+
 def wrong_version(version: str) -> Refusal:
     return invalid(_UNSUPPORTED.format(version))
 

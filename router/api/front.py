@@ -93,7 +93,7 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # uvicorn sends only the head
+        if scope["method"] == "HEAD":  # the connection sends only the head
             scope = {**scope, "method": "GET"}
         headers = {name: value for name, value in reversed(scope["headers"]) if name in _READ_HEADERS}
         arrival = Arrival(request_id="", arrived_s=scope[ARRIVED_KEY], headers=headers)

@@ -135,7 +135,7 @@ def test_an_absent_body_times_out(served: Service, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(served.protocol, "body_s", 0.2)
     status, headers, body = served.ask(head(served.reading, "content-length: 5") + b"{")
     assert (status, headers["connection"]) == (408, "close")
-    assert error_of(body)["message"] == "the body did not arrive within 0.2 s"
+    assert error_of(body)["message"] == "the request body did not arrive within 0.2 s"
 
 
 def test_an_invalid_request_is_refused(served: Service) -> None:

@@ -39,7 +39,7 @@ def test_an_incomplete_body_times_out(folder: Path, monkeypatch: pytest.MonkeyPa
     for cluster in run_cluster(folder):
         status, said, _ = answer(begin(cluster, 100, b'{"prompt": '))
         assert status == 408
-        assert "the body did not arrive within 0.5 s" in said
+        assert "the request body did not arrive within 0.5 s" in said
 
 
 def test_a_body_can_arrive_in_parts(folder: Path) -> None:

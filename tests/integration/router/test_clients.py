@@ -3,15 +3,26 @@
 import asyncio
 import json
 import socket
+import time
 
 import httpx
 import pytest
 
+from cluster.http.connection import MAX_PIPELINED
 from tests.fakes.router_cluster import MODEL, RouterCluster
 
 pytestmark = pytest.mark.integration
 
 STREAM = {"model": MODEL, "prompt": "x", "stream": True}
+
+
+def connect(cluster: RouterCluster) -> socket.socket:
+    host, port = cluster.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def posted(content: bytes) -> bytes:
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
 
 
 class TestClients:
@@ -30,8 +41,7 @@ class TestClients:
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_response_to_http_1_0_ends_with_the_connection(self, cluster: RouterCluster, stream: bool) -> None:
         content = json.dumps(STREAM | {"stream": stream}).encode()
-        host, port = cluster.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=30) as client:
+        with connect(cluster) as client:
             client.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content))
             answer = b"".join(iter(lambda: client.recv(65536), b""))
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -52,11 +62,8 @@ class TestClients:
         if not after_first_token:
             cluster.decode.flow.clear()
         content = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 500, "stream": stream}).encode()
-        host, port = cluster.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as client:
-            client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
-            )
+        with connect(cluster) as client:
+            client.sendall(posted(content))
             room = cluster.decode.wait_submits(1)[0].room
             if after_first_token and stream:
                 assert client.recv(100)
@@ -64,6 +71,18 @@ class TestClients:
         assert cluster.decode.wait_cancels(1)[0].room == room
         cluster.assert_empty()
         assert cluster.metric('baton_request_ended_total{outcome="cancelled"}') == 1
+
+    @pytest.mark.parametrize("num_more", [1, MAX_PIPELINED])
+    def test_leaving_is_noticed_while_further_requests_wait(self, cluster: RouterCluster, num_more: int) -> None:
+        cluster.decode.flow.clear()
+        content = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 500}).encode()
+        with connect(cluster) as client:
+            client.sendall(posted(content))
+            cluster.decode.wait_submits(1)
+            client.sendall(posted(b" " * (100_000 // num_more)) * num_more)
+            time.sleep(0.1)  # until reading is paused
+        cluster.decode.wait_cancels(1)
+        cluster.assert_empty()
 
     async def test_many_streams_with_disconnecting_clients(self, cluster: RouterCluster) -> None:
         cluster.decode.token_s = 0.005

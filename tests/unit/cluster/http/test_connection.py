@@ -101,14 +101,20 @@ async def test_more_pipelined_requests_than_the_limit_are_refused() -> None:
     assert said == "429 Too Many Requests|too_many_requests: more than 8 requests wait on one connection"
 
 
-@pytest.mark.parametrize("said", [b"", b"\r\n", b"GET / HTTP/1.1\r\nhost: x\r\n"], ids=["nothing", "a line", "half"])
-async def test_an_endless_request_head_closes_the_connection(said: bytes) -> None:
+async def test_a_connection_without_a_request_is_closed() -> None:
+    connection = Connection()
+    await settle(lambda: connection.wire.is_closed)
+    assert not connection.wire.written
+
+
+@pytest.mark.parametrize("said", [b"\r\n", b"GET / HTTP/1.1\r\nhost: x\r\n"], ids=["a line", "half"])
+async def test_an_endless_request_head_times_out(said: bytes) -> None:
     connection = Connection()
     for packet in cut(said, 10):
         connection.send(packet)
     assert not connection.wire.is_closed
-    await settle(lambda: connection.wire.is_closed)
-    assert not connection.wire.written
+    said_last = await connection.refusal()
+    assert said_last == "408 Request Timeout|head_timeout: the request head did not arrive within 0.1 s"
 
 
 async def test_a_trickling_head_has_a_deadline_of_its_own() -> None:
@@ -116,7 +122,7 @@ async def test_a_trickling_head_has_a_deadline_of_its_own() -> None:
     connection.protocol.timeout_keep_alive = 3600
     connection.send(GET)
     await connection.answers()
-    while not connection.wire.is_closed:
+    while not connection.wire.has_eof:
         connection.send(b"\r\n")
         await asyncio.sleep(IDLE_S / 5)
 
@@ -129,7 +135,9 @@ async def test_an_incomplete_body_times_out(head: bytes, sent: bytes) -> None:
     while not connection.wire.has_eof:
         connection.send(sent)
         await asyncio.sleep(IDLE_S / 5)
-    assert await connection.refusal() == "408 Request Timeout|body_timeout: the body did not arrive within 0.1 s"
+    assert (
+        await connection.refusal() == "408 Request Timeout|body_timeout: the request body did not arrive within 0.1 s"
+    )
     await settle(lambda: not connection.state.tasks)
 
 
@@ -180,6 +188,7 @@ async def test_a_refused_client_can_read_why_while_it_sends(end: str, monkeypatc
 
 async def test_a_refusal_after_the_whole_body_keeps_the_connection() -> None:
     connection = Connection()
+    connection.protocol.timeout_keep_alive = 3600
     connection.send(post("/refused", "content-length: 3") + b"abc")
     assert await connection.answers() == ["401 Unauthorized|read 0."]
     connection.send(GET)
