@@ -3,6 +3,7 @@
 The oracle knows nothing of pages, ranks, runs or merging.
 """
 
+import weakref
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import chain
@@ -180,6 +181,9 @@ class ScenarioRun:
         last = context.last_layer.gather_sampled(last_out.flatten(1))
         for request in present:
             self.done[request] += lens[request]
+        contexts = [weakref.ref(context), weakref.ref(context.last_layer)]
+        del context
+        assert [ref() for ref in contexts if ref()] == [], "a step's tensors wait for the garbage collector"
         return StepResult(*(x.cpu().double().numpy() for x in (joined, last)))
 
     def _run_layer(self, context: StepContext, tokens: "StepTokens", layer: int) -> Tensor:

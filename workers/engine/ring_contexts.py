@@ -131,7 +131,7 @@ class PassQContext(StepContext):
         others = [] if shards.is_replicated else [rank for rank in range(shards.cp) if rank != batch.cp_rank]
         self._others = [(rank, self.row_keys(shards.runs[rank]), OwnedRows(batch, pool, rank)) for rank in others]
 
-    @cached_property
+    @property
     def last_layer(self) -> StepContext:
         return self  # the last layer's queries are few and sharded like its keys
 

@@ -49,18 +49,24 @@ class StepContext(AttentionContext, ABC):
         )
         is_hidden = exchange.group.in_background and not batch.shards.is_replicated
         self.kv_first = is_hidden or batch.query_rows is not None
-        self._wider: StepContext | None = None
-        """Context of the layers before the last one. None if this context is that of all layers."""
         self.selection: Tensor | None = None
         """Keys that the latest layer with an indexer has selected, int32 ``[num_selecting, top_k]``."""
 
-    @cached_property
+    @property
     def last_layer(self) -> "StepContext":
+        return self if self._narrowed is None else self._narrowed
+
+    @cached_property
+    def _narrowed(self) -> "StepContext | None":
+        """Context of the last layer if it has fewer queries, made when the layers before it have run.
+
+        Neither context refers to itself or back: in a cycle, a step's tensors would wait for the garbage collector.
+        """
         batch = self.batch.narrowed()
         if batch is self.batch:
-            return self
+            return None
         narrowed = type(self)(batch, self.pool, self.backend, self.exchange)
-        narrowed._wider = self
+        narrowed.selection = None if self.selection is None else self.selection[batch.query_rows]
         return narrowed
 
     @cached_property
@@ -122,10 +128,7 @@ class StepContext(AttentionContext, ABC):
         """Return what ``keys.select`` returns, or the previous selection if ``index`` is None."""
         if index is not None:
             self.selection = keys.select(index, index_pages, top_k, agree)
-        elif self.selection is None:
-            assert self._wider is not None, "a layer before has an indexer"
-            assert self._wider.selection is not None, "a layer before has an indexer"
-            self.selection = self._wider.selection[self.query_rows]
+        assert self.selection is not None, "a layer before has an indexer"
         return self.selection
 
     def gather_sampled(self, hidden: Tensor) -> Tensor:
