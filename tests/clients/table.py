@@ -31,6 +31,7 @@ CLIENTS = (
         is_late=True,
     ),
     Client(script="aiperf", package="aiperf==0.13.0"),
+    Client(script="aiperf_agentx", package="aiperf==0.13.0"),
     Client(script="guidellm", package="guidellm==0.8.1", others=(CPU_TORCH,)),
     Client(script="lm_eval", package="lm_eval[api]==0.4.13", others=("transformers==5.24.0",)),
     Client(script="langchain", package="langchain-openai==1.7.4"),
