@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from cluster.http.crowd import Crowd
 from cluster.http.cycle import Cycle
 from cluster.http.flow import WatchfulFlow
+from cluster.http.head import size_of, without_offer
 from cluster.http.refusal import (
     MAX_HEAD_BYTES,
     REFUSAL_KEY,
@@ -50,8 +51,6 @@ ARRIVED_KEY = "baton.arrived_s"
 
 _SHOWN_BYTES = 60
 """Maximum number of a client's bytes in a message."""
-_LINE_BYTES = 4
-"""Bytes of a header line besides name and value."""
 _REQUEST_BYTES = 4 << 10
 """Memory of a request besides its headers."""
 _UNREAD_BYTES = 4 << 10
@@ -128,7 +127,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._forget_reader()
         self._crowd.forget_idle(self._wire)
-        self._crowd.arrived.forget(self._wire)
+        self._crowd.forget_arrived(self._wire)
         self._unset_keepalive_if_required()
         running = self._running
         super().connection_lost(exc)
@@ -191,7 +190,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self.parser.get_method() == b"CONNECT":
                 raise invalid("CONNECT is not supported")
             return  # without the offer, the request is parsed once more
-        num_bytes = len(self.url) + _num_bytes(self.headers)
+        num_bytes = len(self.url) + size_of(self.headers)
         if num_bytes > MAX_HEAD_BYTES:
             raise too_large("the request head is")
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -244,7 +243,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self._stage is not _Stage.BODY:  # an offer
             return
-        if self.headers and _num_bytes(self.headers) > MAX_HEAD_BYTES:
+        if self.headers and size_of(self.headers) > MAX_HEAD_BYTES:
             raise too_large("the trailers are")
         self._stage = _Stage.END
         self._num_head_bytes = 0
@@ -269,17 +268,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _count_arrived(self) -> None:
         """Count what has arrived and no application has taken."""
         if self._wire.is_closing():
-            self._crowd.arrived.forget(self._wire)
+            self._crowd.forget_arrived(self._wire)
             return
-        num_bytes = self._num_head_bytes if self._stage is _Stage.HEAD and not self._is_deaf else 0
+        head = self._num_head_bytes if self._stage is _Stage.HEAD and not self._is_deaf else 0
+        self._crowd.heads.hold(self._wire, self.address, head)
         if self._running is not None:
-            num_bytes += self._running.num_arrived_bytes
-        for cycle, _ in self.pipeline:
-            num_bytes += cast(Cycle, cycle).num_arrived_bytes
-        if num_bytes:
-            self._crowd.arrived.hold(self._wire, self.address, num_bytes)
-        else:
-            self._crowd.arrived.forget(self._wire)
+            waiting = sum(cast(Cycle, cycle).num_arrived_bytes for cycle, _ in self.pipeline)
+            num_bytes = self._running.num_arrived_bytes + waiting
+            client = self.client_of(self._running.scope) if num_bytes else None
+            self._crowd.arrived.hold(self._wire, client, num_bytes)
 
     def _count_idle(self) -> None:
         """Count the connection among the idle ones while it waits for its client."""
@@ -296,18 +293,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as offer:
-                data = self._without_offer() + data[offer.args[0] :]
+                data = without_offer(self.parser, self.url, self.headers) + data[offer.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn's constructor
             except httptools.HttpParserError as error:
                 self._refuse(refusal_of(error, data))
                 return
-
-    def _without_offer(self) -> bytes:
-        """Return the head that was just parsed without its offer to upgrade, for a new parser."""
-        line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
-        kept = (b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn's constructor
-        return line + b"".join(kept) + b"\r\n"
 
     def _limit_rest(self, data: bytes) -> None:
         """Limit what may follow the incomplete request that ``data`` has begun or continued."""
@@ -390,7 +381,3 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._wire.close()
         if self._reader is None:
             self._reader = SlowClientWatch(self._wire, self.read_s)
-
-
-def _num_bytes(headers: list[tuple[bytes, bytes]]) -> int:
-    return sum(len(name) + len(value) + _LINE_BYTES for name, value in headers)

@@ -21,6 +21,8 @@ MAX_UNREAD_BYTES = 128 << 20
 """Maximum size of the responses that clients have not read."""
 NUM_ACCEPTED = 16
 """Maximum number of connections that are accepted in one pass of the event loop."""
+MAX_UNFINISHED_BYTES = 32 << 20
+"""Maximum size of the request heads of which only a part has arrived."""
 MAX_ARRIVED_BYTES = 64 << 20
 """Maximum size of what has arrived of the requests that no application has begun to answer."""
 _BUFFER_BYTES, _PIECE_BYTES = 64 << 10, 1 << 10
@@ -81,8 +83,10 @@ class Crowd:
         """Number of requests that may still have a turn in this pass."""
         self._left_s = MAX_READ_S
         """Time that reading may still take in this pass."""
+        self.heads = Holdings(MAX_UNFINISHED_BYTES)
+        """Parts of request heads by address, because nobody can tell whose requests they are."""
         self.arrived = Holdings(MAX_ARRIVED_BYTES)
-        """Requests and parts of requests that no application has taken yet."""
+        """Requests that no application has taken yet, from their complete heads on."""
         self.unread = Holdings(MAX_UNREAD_BYTES)
         """Responses of the connections whose clients have to read before more is sent."""
         self._idle: dict[asyncio.Transport, None] = {}
@@ -133,6 +137,11 @@ class Crowd:
             oldest = next(iter(self._idle))
             self.forget_idle(oldest)
             oldest.abort()
+
+    def forget_arrived(self, wire: asyncio.Transport) -> None:
+        """Note that nothing that has arrived on a connection waits."""
+        self.heads.forget(wire)
+        self.arrived.forget(wire)
 
     def forget_idle(self, wire: asyncio.Transport) -> None:
         self._idle.pop(wire, None)

@@ -22,6 +22,9 @@ class Holdings:
 
     def hold(self, wire: asyncio.Transport, client: Hashable, num_bytes: int) -> None:
         """Note the number of bytes that a connection of a client holds now."""
+        if not num_bytes:
+            self.forget(wire)
+            return
         client = self._owners.setdefault(wire, client)
         own = self._held.setdefault(client, {})
         added = num_bytes - own.get(wire, 0)

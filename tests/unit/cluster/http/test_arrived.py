@@ -6,8 +6,10 @@ from typing import Any, cast
 import pytest
 
 from cluster.http.crowd import MAX_ARRIVED_BYTES, MAX_TURNS, Crowd
+from cluster.http.holdings import Holdings
 from tests.fakes.http_connection import Connection, Protocol, post, settle
 
+LIMIT = 1 << 20
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
@@ -33,6 +35,40 @@ async def test_complete_heads_without_bodies_take_a_limited_memory(monkeypatch: 
     for connection in connections:
         connection.protocol.connection_lost(None)
     await settle(lambda: not any(connection.state.tasks for connection in connections))
+
+
+async def test_incomplete_heads_end_no_request_whose_body_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heads are shorter than what has arrived of the body."""
+    monkeypatch.setattr(Protocol, "body_s", 60.0)
+    monkeypatch.setattr(Protocol, "head_s", 60.0)
+    victim, crowd = Connection(), Crowd.of(asyncio.get_running_loop())
+    crowd.heads = Holdings(LIMIT)
+    victim.send(post("/wait", "content-length: 60000") + b"x" * 50_000)
+    others = [Connection() for _ in range(LIMIT // 10_000 + 10)]
+    for other in others:
+        other.send(b"GET / HTTP/1.1\r\na: " + b"x" * 10_000)
+    assert sum(other.wire.is_closed for other in others) >= 10
+    assert not victim.wire.is_closed
+    assert crowd.heads.total <= LIMIT
+    for connection in (victim, *others):
+        await leave(connection)
+    await settle(lambda: crowd.heads.total == crowd.arrived.total == 0)
+
+
+async def test_requests_of_one_key_end_none_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Protocol, "body_s", 60.0)
+    monkeypatch.setattr(Protocol, "client_of", lambda _, scope: dict(scope.get("headers", ())).get(b"key"))
+    Crowd.of(asyncio.get_running_loop()).arrived = Holdings(LIMIT)
+    victim = Connection()
+    victim.send(post("/", "key: alice", f"a: {'x' * 62_000}", "content-length: 3"))
+    others = [Connection() for _ in range(LIMIT // 60_000 + 10)]
+    for other in others:
+        other.send(post("/", "key: mallory", f"a: {'x' * 60_000}", "content-length: 3"))
+        await asyncio.sleep(0)
+    assert sum(other.wire.is_closed for other in others) >= 10
+    assert not victim.wire.is_closed
+    for connection in (victim, *others):
+        await leave(connection)
 
 
 async def test_what_an_application_has_taken_is_not_counted() -> None:
