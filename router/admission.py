@@ -1,6 +1,7 @@
 """Queue of requests for free capacity at replicas."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from router.errors import QueueFullError
 from router.fair_queue import FairQueue
 from router.request import ANYBODY
 
+MAX_LOOK_S = 0.005
+"""Time after which other work of the event loop comes before further requests. Each may have many choices to send."""
 Open = Callable[[], Answer]
 """Function that sends a request to replicas, or raises QueueFullError while they are full."""
 
@@ -34,6 +37,7 @@ class Gate:
         self._max_wait_s = max_wait_s
         self._waiting: FairQueue[_Waiting] = FairQueue()
         self._is_looking = False
+        """True while requests are admitted, also in a later pass of the event loop."""
         self._why = ""
         """Reason why the first request waits."""
         self._passed: _Waiting | None = None
@@ -66,14 +70,14 @@ class Gate:
         self.look()
         try:
             self._drop_one_too_many()
-            async with asyncio.timeout(self._max_wait_s):
-                return await waiting.answer
-        except TimeoutError:
-            why = f"waited {self._max_wait_s:g} s (router.max_wait_s): {self._why}"
-            raise QueueFullError(why, "max_wait_s") from None
+            # Unlike a timeout, `wait` never cancels an answer that is there already.
+            if not (await asyncio.wait([waiting.answer], timeout=self._max_wait_s))[0]:
+                why = f"waited {self._max_wait_s:g} s (router.max_wait_s): {self._why}"
+                raise QueueFullError(why, "max_wait_s")
+            return waiting.answer.result()
         except asyncio.CancelledError:
             answer = waiting.answer
-            if answer.done() and not answer.cancelled() and answer.exception() is None:
+            if answer.done() and answer.exception() is None:
                 with answer.result():
                     raise
             raise
@@ -85,14 +89,19 @@ class Gate:
         """Admit the requests for which there is capacity now. Called whenever capacity may have changed."""
         if self._is_looking or not self._waiting:
             return
-        self._is_looking = True
-        try:
-            while self._waiting and self._try(self._waiting.first):
-                self._waiting.pop()
-            if self._waiting:
-                self._let_pass(self._waiting.first)
-        finally:
-            self._is_looking = False
+        self._is_looking, end_s = True, time.perf_counter() + MAX_LOOK_S
+        while self._waiting and self._try(self._waiting.first):
+            self._waiting.pop()
+            if time.perf_counter() > end_s:
+                asyncio.get_running_loop().call_soon(self._go_on)
+                return
+        if self._waiting:
+            self._let_pass(self._waiting.first)
+        self._is_looking = False
+
+    def _go_on(self) -> None:
+        self._is_looking = False
+        self.look()
 
     def _let_pass(self, first: _Waiting) -> None:
         """Admit requests of other tenants for which there is capacity, although there is not enough for the first."""

@@ -1,10 +1,12 @@
 """Admission queue of the router: its order and its timeouts."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
 
+from router import admission
 from router.admission import Gate
 from router.answer import Answer
 from router.errors import NotReadyError, QueueFullError
@@ -155,3 +157,35 @@ async def test_an_error_of_the_first_request_does_not_block_the_rest() -> None:
     for task in waiting:
         with pytest.raises(NotReadyError):
             await task
+
+
+async def test_an_answer_is_not_lost_if_the_wait_ends_in_the_same_pass() -> None:
+    gate, replicas = Gate(9, 0.05), Replicas(0)
+    waiting = asyncio.create_task(gate.enter(replicas.opener("late"), 0))
+
+    def have_room() -> None:
+        replicas.room = 1
+        gate.look()
+
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.01, time.sleep, 0.1)
+    loop.call_later(0.03, have_room)
+    with await waiting:
+        assert (replicas.opened, replicas.num_left) == (["late"], 0)
+    assert replicas.num_left == 1
+
+
+async def test_other_work_comes_between_many_admissions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_LOOK_S", 0.0)
+    gate, replicas = Gate(99, 60.0), Replicas(0)
+    waiting = [asyncio.create_task(gate.enter(replicas.opener(name), 0)) for name in "abcde"]
+    await settle()
+    replicas.room, opened = 9, list[int]()
+    gate.look()
+    for _ in range(6):
+        opened.append(len(replicas.opened))
+        gate.look()  # as more room comes
+        await asyncio.sleep(0)
+    assert opened == [1, 2, 3, 4, 5, 5]
+    for task in waiting:
+        (await task).__exit__(None, None, None)
