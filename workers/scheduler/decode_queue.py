@@ -52,6 +52,8 @@ class DecodeQueue:
         self._fetching: dict[Room, DecodeRequest] = {}
         self._promised: dict[Room, int] = {}
         """Number of pages reserved for each request that waits in the step scheduler."""
+        self._num_kept = 0
+        """Number of promises that have been kept or are no longer needed."""
         self._queue = Waiting[DecodeRequest](self._count_held)
         self._num_growing = 0
         """Number of free pages left to the running sequences."""
@@ -98,11 +100,11 @@ class DecodeQueue:
         requests may overtake one that does not fit, as long as the oldest request does not starve.
         """
         self._take_fetched(now_s)
+        self._forget_kept_promises()
         self._claim_share()
-        holders = self._scheduler.holders
-        self._promised = {room: pages for room, pages in self._promised.items() if room in holders.waiting}
-        preempted = [sequence for sequence in holders.waiting if sequence.room not in self._promised]
-        untried = self._queue.untried(self._allocator.num_gains)
+        waiting = self._scheduler.holders.waiting
+        preempted = [sequence for sequence in waiting if sequence.room not in self._promised]
+        untried = self._queue.untried(self._num_gains)
         self._num_growing = self._count_growing() if untried else 0
         is_contested = len({*self._queue.tenants, *(sequence.tenant for sequence in preempted)}) > 1
         held = self._count_held() if is_contested and (untried or preempted) else Shares()
@@ -110,13 +112,23 @@ class DecodeQueue:
         self._choose_ahead(held, limit)
         return self._grant_in_turn(untried, held, limit)
 
-    def _claim_share(self) -> None:
-        """Preempt sequences of tenants above their share if the oldest request waits and its tenant stays within it.
+    @property
+    def _num_gains(self) -> int:
+        """Return a number that changes whenever requests that could not start may have enough pages."""
+        return self._allocator.num_gains + self._num_kept
 
-        A tenant's share is its weight's part of all pages.
+    def _forget_kept_promises(self) -> None:
+        waiting, before = self._scheduler.holders.waiting, len(self._promised)
+        self._promised = {room: pages for room, pages in self._promised.items() if room in waiting}
+        self._num_kept += before - len(self._promised)
+
+    def _claim_share(self) -> None:
+        """Take pages of tenants above their share if the oldest request waits and its tenant stays within it.
+
+        A tenant's share is its weight's part of all pages. Promises go first, as their requests have computed nothing.
         """
         oldest = self._queue.oldest
-        if oldest is None or not self._queue.is_blocked(oldest, self._allocator.num_gains):
+        if oldest is None or not self._queue.is_blocked(oldest, self._num_gains):
             return
         requests = [*self._granted.values(), *self._queue.candidates()]
         weights = {request.tenant: request.submit.weight for request in requests}
@@ -131,8 +143,21 @@ class DecodeQueue:
         if held.used(oldest.tenant) + num_new / oldest.submit.weight > share:
             return
         self._num_growing = self._count_growing()
-        num_wanted = num_new + self._num_reserved - self._allocator.num_free
-        self._scheduler.holders.preempt_above(share, num_wanted, self._growth_of)
+        num_wanted = self._withdraw_promises(num_new + self._num_reserved - self._allocator.num_free, held, share)
+        self._scheduler.holders.preempt_above(share, held, num_wanted, self._growth_of)
+
+    def _withdraw_promises(self, num_wanted: int, held: Shares, share: float) -> int:
+        """Withdraw the latest promises to tenants above ``share``. Return how many pages are still wanted.
+
+        Their requests wait in the step scheduler like preempted ones.
+        """
+        for room in reversed([*self._promised]):
+            request = self._granted[room]
+            if num_wanted > 0 and held.used(request.tenant) > share:
+                num_pages = self._promised.pop(room)
+                held.charge(request, -num_pages)
+                num_wanted -= num_pages
+        return num_wanted
 
     def _choose_ahead(self, held: Shares, limit: float) -> None:
         """Choose the request that goes before the preempted sequences, if there are any, unless it is already chosen.
@@ -158,8 +183,7 @@ class DecodeQueue:
             space = space or self._free_space()
             pages = self._find_held(request, space)
             if pages is None:
-                if not self._promised:
-                    self._queue.note_blocked(request)
+                self._queue.note_blocked(request)
                 continue
             num_new = self._count_new(request)
             self._queue.note_overtaken(request, space.count_overtaking(request, num_new))

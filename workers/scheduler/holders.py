@@ -194,16 +194,19 @@ class PageHolders:
             key=lambda other: (other is not oldest, other.priority, held.used(other.tenant), other.arrival_number),
         )
 
-    def preempt_above(self, share: float, num_wanted: int, num_reserved_for: Callable[[TokenSequence], int]) -> None:
+    def preempt_above(
+        self, share: float, held: Shares, num_wanted: int, num_reserved_for: Callable[[TokenSequence], int]
+    ) -> None:
         """Preempt the latest sequences of tenants that hold more than ``share`` pages per weight, if that frees enough.
 
         The oldest of the most urgent sequences always makes progress, as in ``_last``.
 
         Args:
+            held: pages that each tenant holds, also in sequences that do not run. Those preempted are deducted.
             num_reserved_for: returns the number of pages reserved for a running sequence, which become free with it.
         """
         running = self.running.values()
-        held, oldest = Shares.of_pages(running), min(running, key=urgency, default=None)
+        oldest = min(running, key=urgency, default=None)
         uses = Counter(page for sequence in running for page in live_pages(sequence.kv.pages))
         others = [other for other in running if other is not oldest and not other.is_loading]
         others.sort(key=lambda other: (-other.priority, -held.used(other.tenant), -other.arrival_number))

@@ -245,6 +245,19 @@ def test_nothing_is_preempted_in_vain() -> None:
     assert (tickets + steps.count_tickets(), steps.num_preempted) == (0, before)
 
 
+@pytest.mark.parametrize("num_steps", range(1, 100, 7))
+def test_pages_promised_to_another_tenant_do_not_delay_one_within_its_share(num_steps: int) -> None:
+    """Choices of a prompt of less than a page share none; they get theirs when the step scheduler starts them."""
+    steps = DecodeOnly(40)
+    first = steps.submit("flood", 1, 25 * PAGE_SIZE)
+    for _ in range(60):
+        steps.submit("flood", 1, 25 * PAGE_SIZE, first)
+    for _ in range(num_steps):
+        steps.run_step()
+    tickets = steps.count_tickets(steps.pair.submit([2] * PAGE_SIZE, tenant="other"))
+    assert tickets + steps.count_tickets() == 1
+
+
 @pytest.mark.parametrize(("num_pages", "most_steps"), [(4, 30), (30, 200)])
 def test_choices_that_fill_the_pool_leave_pages_to_another_tenant_and_end_too(num_pages: int, most_steps: int) -> None:
     """128 choices of a prompt of half the pool want 100 tokens each. The other tenant sends one request at a time.
