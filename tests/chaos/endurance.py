@@ -128,10 +128,10 @@ def _send(url: str, name: str) -> str:
 
 
 def _growth(census: Census, minutes: float) -> dict[str, dict[str, Any]]:
-    """Return the memory growth of processes that ran for a third of the time, without the first eighth."""
+    """Return the memory growth of processes in the second half of the time; each attack first comes in the first."""
     found: dict[str, dict[str, Any]] = {}
     for series in census.series.values():
-        slope = series.slope(warm_up_s=60 * minutes / 8, least_s=60 * minutes / 3)
+        slope = series.slope(warm_up_s=60 * minutes / 2, least_s=60 * minutes / 4)
         if slope is not None:
             found[series.name] = {"mib_a_minute": round(slope, 2), "least_mib": series.least_mib}
     return found
