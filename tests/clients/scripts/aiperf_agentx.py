@@ -21,38 +21,25 @@ LEAST_SHARE = 0.9
 
 
 def trace(number: int) -> dict[str, Any]:
-    """Return a session with a subagent in AIPerf's ``weka_trace`` form."""
+    """Return a session in AIPerf's ``weka_trace`` form."""
 
-    def turn(seconds: float, num_blocks: int, first: int) -> dict[str, Any]:
+    def turn(seconds: float, num_blocks: int) -> dict[str, Any]:
         return {
             "t": seconds,
             "type": "s",
             "model": "any",
             "in": num_blocks * BLOCK_SIZE,
             "out": OUTPUT_LEN,
-            "hash_ids": list(range(first, first + num_blocks)),
+            "hash_ids": list(range(1, num_blocks + 1)),
             "think_time": 0.1,
         }
 
-    turns = [turn(2.0 * index, num_blocks, 1) for index, num_blocks in enumerate(accumulate(TURNS))]
-    subagent = {
-        "t": 4.5,
-        "type": "subagent",
-        "agent_id": "agent_001",
-        "subagent_type": "Explore",
-        "duration_ms": 1000,
-        "total_tokens": 500,
-        "tool_use_count": 1,
-        "status": "completed",
-        "requests": [turn(4.5, 2, 1001), turn(5.0, 3, 1001)],
-        "models": ["any"],
-    }
     return {
         "id": f"session-{number}",
         "models": ["any"],
         "block_size": BLOCK_SIZE,
         "hash_id_scope": "local",
-        "requests": [*turns[:3], subagent, *turns[3:]],
+        "requests": [turn(2.0 * index, num_blocks) for index, num_blocks in enumerate(accumulate(TURNS))],
     }
 
 
