@@ -59,7 +59,7 @@ class SystemLostError(BatonError):
 
 
 class PeerLostError(BatonError):
-    """Secondary error: a worker of the replica was lost, and that worker's own error is the cause."""
+    """Secondary error: a worker of the replica was lost or is late, and that worker's own error is the cause."""
 
 
 class IllegalTransitionError(BatonError, AssertionError):

@@ -43,8 +43,6 @@ from router.dispatch import draw_room
 from workers.bench.process import ANSWER_TIMEOUT_S, WORKER, RemoteError, WorkerProcess
 
 HOST = "127.0.0.1"
-_CONSEQUENCES = ("CollectiveError", PeerLostError.__name__)
-"""Error prefixes of ranks that fail after another rank's failure. Importing the first class would load torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +137,7 @@ class LocalReplica:
             except RemoteError as error:
                 errors.append(error)
         if errors:
-            raise min(errors, key=lambda error: str(error).startswith(_CONSEQUENCES))
+            raise min(errors, key=lambda error: str(error).startswith(PeerLostError.__name__))
         return results
 
     @property

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from workers.parallel.collectives import CollectiveError, Communicator
+from cluster.spec.errors import PeerLostError
+from workers.parallel.collectives import Communicator
 from workers.parallel.groups import join_group, join_store, open_store
 from workers.parallel.shared_memory import SharedMemoryCollectives
 from workers.parallel.torch_groups import GlooBackend
@@ -193,11 +194,11 @@ def test_a_peer_that_leaves_during_a_wait_is_an_error(
         pending = groups[kind].start_shift(torch.empty(2), torch.zeros(2))
         timer = threading.Timer(0.3, os.kill, (pid, number))
         timer.start()
-        with pytest.raises(CollectiveError, match=rf"shift in group {groups[kind].name}, rank 0 of 2: {words}"):
+        with pytest.raises(PeerLostError, match=rf"shift in group {groups[kind].name}, rank 0 of 2: {words}"):
             pending.wait()
         assert kind == 1 or pauses, "a spinning wait would take all of a core"
         pending.wait()
-        with pytest.raises(CollectiveError):
+        with pytest.raises(PeerLostError):
             groups[kind].barrier()
         timer.join()
         process.kill()

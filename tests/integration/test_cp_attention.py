@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from cluster.spec.errors import PeerLostError
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, StepResult, check_scenario
-from workers.parallel.collectives import CollectiveError, Communicator
+from workers.parallel.collectives import Communicator
 from workers.parallel.groups import join_group, join_store, open_store
 from workers.parallel.torch_groups import GlooBackend
 
@@ -141,12 +142,12 @@ def test_long_prompts_agree_with_one_rank(ranks: Ranks, length: int) -> None:
 
 def test_a_group_with_missing_members_is_an_error() -> None:
     store, _ = open_store(HOST, 1)
-    with pytest.raises(CollectiveError, match=r"group lonely of ranks \[0, 1\] could not be formed"):
+    with pytest.raises(PeerLostError, match=r"group lonely of ranks \[0, 1\] could not be formed"):
         join_group(store, "lonely", [0, 1], 0, host=HOST, timeout_s=1)
 
 
 def test_a_missing_store_is_an_error() -> None:
-    with pytest.raises(CollectiveError, match=r"no store answered at 127\.0\.0\.1:1 within 1 s"):
+    with pytest.raises(PeerLostError, match=r"no store answered at 127\.0\.0\.1:1 within 1 s"):
         join_store("127.0.0.1:1", 1)
 
 

@@ -24,10 +24,6 @@ SUM_BYTES = 4
 _SENDER = 0
 
 
-class CollectiveError(PeerLostError):
-    """Loss of a peer in a group, or a timeout. The replica cannot continue."""
-
-
 class Work(Protocol):
     def wait(self) -> bool:
         """Block until the collective is done. Raises RuntimeError if it fails."""
@@ -71,7 +67,7 @@ class Pending:
         self._translated = translated
 
     def wait(self) -> None:
-        """Block until the collective is done. Raises CollectiveError if it fails. Further calls return immediately."""
+        """Block until the collective is done. Raises PeerLostError if it fails. Further calls return immediately."""
         work, self._work = self._work, None
         if work is not None:
             with self._translated():
@@ -89,7 +85,7 @@ Observe = Callable[[str, float, float], None]
 class Communicator:
     """One member's view of a group. Every member makes the same calls in the same order.
 
-    Every call raises CollectiveError if a peer is dead or does not respond within the group's timeout. Callers wait
+    Every call raises PeerLostError if a peer is dead or does not respond within the group's timeout. Callers wait
     for collectives in the order in which they start them.
     """
 
@@ -196,7 +192,7 @@ class Communicator:
         try:
             yield
         except RuntimeError as exc:
-            raise CollectiveError(f"{call} in group {self.name}, rank {self.rank} of {self.size}: {exc}") from exc
+            raise PeerLostError(f"{call} in group {self.name}, rank {self.rank} of {self.size}: {exc}") from exc
         finally:
             end_s = time.monotonic()
             self.waited_s += end_s - start_s

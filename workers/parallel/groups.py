@@ -13,9 +13,10 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from cluster.spec.errors import PeerLostError
 from cluster.spec.strategy import Collectives
 from workers.device import CPU, Device
-from workers.parallel.collectives import Backend, CollectiveError, Communicator
+from workers.parallel.collectives import Backend, Communicator
 from workers.parallel.shared_memory import SharedMemoryCollectives
 from workers.parallel.torch_groups import GlooBackend, MovedBackend, NcclBackend
 
@@ -28,12 +29,12 @@ def exchange_at_start(store: Store, name: str, global_rank: int, world_size: int
     """Exchange one string per rank. Return all strings by global rank. All ranks must call this with a unique ``name``.
 
     Raises:
-        CollectiveError: a rank has left or does not respond within the store's timeout, or the store is gone.
+        PeerLostError: a rank has left or does not respond within the store's timeout, or the store is gone.
     """
     try:
         return exchange(store, name, global_rank, world_size, word)
     except RuntimeError as exc:
-        raise CollectiveError(f"{name}: not all {world_size} ranks have responded: {exc}") from exc
+        raise PeerLostError(f"{name}: not all {world_size} ranks have responded: {exc}") from exc
 
 
 def leave_store(store: Store, global_rank: int) -> None:
@@ -145,7 +146,7 @@ def join_store(address: str, timeout_s: float) -> TCPStore:
     try:
         return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
     except (dist.DistNetworkError, dist.DistStoreError) as exc:
-        raise CollectiveError(f"no store answered at {address} within {timeout_s} s: {exc}") from exc
+        raise PeerLostError(f"no store answered at {address} within {timeout_s} s: {exc}") from exc
 
 
 def join_group(
@@ -163,7 +164,7 @@ def join_group(
 
     ``members`` are global ranks in group order, ``name`` is unique in the store, and ``host`` is a local address that
     other members can reach. The wait ends at the store's timeout, or as soon as a rank of the replica leaves. A later
-    collective that lacks a peer for ``timeout_s`` raises CollectiveError. On a GPU, collectives use NCCL, unless
+    collective that lacks a peer for ``timeout_s`` raises PeerLostError. On a GPU, collectives use NCCL, unless
     ``collectives`` requires TCP through the host.
     """
     rank, size, timeout = members.index(global_rank), len(members), timedelta(seconds=timeout_s)
@@ -182,5 +183,5 @@ def join_group(
             backend = backend or GlooBackend(scope, rank, size, host, timeout)
             backend = MovedBackend(backend, CPU.torch_device) if device.has_own_memory else backend
     except RuntimeError as exc:
-        raise CollectiveError(f"group {name} of ranks {list(members)} could not be formed: {exc}") from exc
+        raise PeerLostError(f"group {name} of ranks {list(members)} could not be formed: {exc}") from exc
     return Communicator(name, rank, size, backend)

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cluster.spec.errors import PeerLostError
 from tests.fakes.thread_group import on_thread_ranks
 from workers.attention.merge import Partial
 from workers.context_parallel.exchange import HomewardPartials, Ring
-from workers.parallel.collectives import CollectiveError, Communicator, Work
+from workers.parallel.collectives import Communicator, Work
 
 
 class UncalledBackend:
@@ -141,7 +142,7 @@ def test_a_failure_is_raised_in_the_wait_and_its_time_counts(monkeypatch: pytest
     backend = _Failing()
     monkeypatch.setattr(time, "monotonic", lambda: backend.now_s)
     group = Communicator("slow", 1, 2, backend)
-    with pytest.raises(CollectiveError, match="barrier in group slow, rank 1 of 2: the peer is gone"):
+    with pytest.raises(PeerLostError, match="barrier in group slow, rank 1 of 2: the peer is gone"):
         group.barrier()
     assert group.waited_s == 6.0
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
+from cluster.spec.errors import PeerLostError
 from workers.parallel import torch_groups
-from workers.parallel.collectives import CollectiveError, Communicator, Work
+from workers.parallel.collectives import Communicator, Work
 from workers.parallel.torch_groups import MovedBackend, NcclBackend
 
 RANK, SIZE = 1, 3
@@ -97,7 +98,7 @@ def test_a_shift_that_fails_leaves_no_call_open(group: Group, monkeypatch: pytes
         raise RuntimeError("no route")
 
     monkeypatch.setattr(group, "send", fail)
-    with pytest.raises(CollectiveError, match="shift in group ring, rank 1 of 3: no route"):
+    with pytest.raises(PeerLostError, match="shift in group ring, rank 1 of 3: no route"):
         make_communicator().start_shift(torch.zeros(4), torch.zeros(4))
     assert not group.is_open
 
