@@ -4,11 +4,22 @@ import asyncio
 from typing import Any
 
 
+class ClosedSocket:
+    def fileno(self) -> int:
+        raise OSError("closed")
+
+    def getpeername(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", 2
+
+
 class Wire(asyncio.Transport):
     """Transport that records what is written and done."""
 
     def __init__(self) -> None:
-        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+        super().__init__({"socket": ClosedSocket()})
         self.written: list[bytes] = []
         self.is_closed = False
         self.has_eof = False
@@ -35,6 +46,9 @@ class Wire(asyncio.Transport):
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Accept any limits, because nothing is buffered."""
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
     def is_closing(self) -> bool:
         return self.is_closed
