@@ -52,8 +52,8 @@ class DecodeQueue:
         self._fetching: dict[Room, DecodeRequest] = {}
         self._promised: dict[Room, int] = {}
         """Number of pages reserved for each request that waits in the step scheduler."""
-        self._num_kept = 0
-        """Number of promises that have been kept or are no longer needed."""
+        self._num_settled = 0
+        """Number of promises that have been kept or withdrawn, or are no longer needed."""
         self._queue = Waiting[DecodeRequest](self._count_held)
         self._num_growing = 0
         """Number of free pages left to the running sequences."""
@@ -115,12 +115,12 @@ class DecodeQueue:
     @property
     def _num_gains(self) -> int:
         """Return a number that changes whenever requests that could not start may have enough pages."""
-        return self._allocator.num_gains + self._num_kept
+        return self._allocator.num_gains + self._num_settled
 
     def _forget_kept_promises(self) -> None:
         waiting, before = self._scheduler.holders.waiting, len(self._promised)
         self._promised = {room: pages for room, pages in self._promised.items() if room in waiting}
-        self._num_kept += before - len(self._promised)
+        self._num_settled += before - len(self._promised)
 
     def _claim_share(self) -> None:
         """Take pages of tenants above their share if the oldest request waits and its tenant stays within it.
@@ -155,6 +155,7 @@ class DecodeQueue:
             request = self._granted[room]
             if num_wanted > 0 and held.used(request.tenant) > share:
                 num_pages = self._promised.pop(room)
+                self._num_settled += 1
                 held.charge(request, -num_pages)
                 num_wanted -= num_pages
         return num_wanted
