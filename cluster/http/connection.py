@@ -356,8 +356,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                     return
         self._stage = _Stage.HEAD
         self.expect_100_continue = False
-        scope: dict[str, Any] = {"type": "http", "method": "GET", "http_version": "1.1", "client": self.client}
-        scope["headers"] = []
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "GET",
+            "http_version": "1.1",
+            "client": self.client,
+            "headers": [],
+        }
         self.cycle = self._cycle(scope, keep_alive=False, num_head_bytes=0)
         if has_to_wait:
             self.pipeline.appendleft((self.cycle, cast(Any, self.refused(refusal))))
