@@ -5,7 +5,8 @@ service. Heavy imports stay inside the methods, so that the process that starts 
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from cluster.logs import ProcessLog, set_up_logs
 from cluster.processes import freeze_loaded_objects, start_trimming
 from cluster.spec.config import DeployConfig, Device
 from cluster.spec.env import ADMIN_KEY, API_KEYS, take_secrets
+from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation
 from cluster.spec.registry import RankRecord
 from cluster.spec.worker_spec import Rendezvous, RouterShare, WorkerSpec
@@ -33,6 +35,17 @@ class _LoggingActor:
 
     def __repr__(self) -> str:
         return self._log.process
+
+
+@contextmanager
+def _errors_as_text() -> Iterator[None]:
+    """Raise the errors of libraries as a BatonError. To unpickle them, the driver would load torch."""
+    try:
+        yield
+    except BatonError:
+        raise
+    except Exception as error:
+        raise BatonError(f"{type(error).__name__}: {error}") from error
 
 
 class WorkerActor(_LoggingActor):
@@ -59,14 +72,17 @@ class WorkerActor(_LoggingActor):
         assert self._folder is not None, "fetch the model before building the worker"
         self._worker = Worker(spec, self._folder, rendezvous)
 
+    @_errors_as_text()
     def open_store(self) -> str:
         return self._built.open_store()
 
+    @_errors_as_text()
     def load(self, store: str) -> RankRecord:
         record = self._built.load(store)
         freeze_loaded_objects()
         return record
 
+    @_errors_as_text()
     def run(self, records: list[RankRecord]) -> None:
         """Run the worker, then release its resources; a hanging loop ends the process."""
         from workers.loop.watch import LoopWatch, end_process

@@ -1,15 +1,19 @@
 """Launching with fake processes: the order of a start, the reported error, and the killed processes."""
 
+import pickle
 import threading
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import huggingface_hub
 import pytest
+import torch
 
 from cluster.actors import Machine
 from cluster.launch import gang
-from cluster.launch.kinds import RouterActor, service_environ, worker_environ
+from cluster.launch.kinds import RouterActor, WorkerActor, service_environ, worker_environ
 from cluster.launch.launcher import LOOPBACK, Launcher
 from cluster.launch.waits import Deadline, blame, gather
 from cluster.logs import ProcessLog
@@ -300,3 +304,22 @@ def test_the_router_fetches_no_weights(asked: list[str]) -> None:
         RouterActor(log, {}, Incarnation(1), RouterShare()).start(DeployConfig(), "owner/name", MEETING, "127.0.0.1")
     assert "*.json" in asked
     assert not any("safetensors" in pattern for pattern in asked)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (torch.OutOfMemoryError("no memory"), "OutOfMemoryError: no memory"),
+        (UserError("kv.memory_gib"), "kv.memory_gib"),
+    ],
+)
+def test_the_driver_loads_no_library_to_read_an_error(error: Exception, text: str) -> None:
+    def fail(_: object) -> NoReturn:
+        raise error
+
+    worker: Any = WorkerActor.__new__(WorkerActor)
+    worker._worker = SimpleNamespace(load=fail)
+    with pytest.raises(BatonError) as caught:
+        worker.load("store")
+    assert str(caught.value) == text
+    assert b"torch" not in pickle.dumps(caught.value)
