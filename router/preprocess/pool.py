@@ -48,7 +48,7 @@ INLINE_BYTES = 4096
 _ID_BYTES = 12
 """Maximum size of a token id in a body, with white space."""
 _WALL_S = 60.0
-"""Maximum time for one body on a busy machine."""
+"""Maximum time for one body, or the start of a process, on a busy machine."""
 _LEFT_S = 1.0
 """Maximum time that a process goes on after the client has left. A new process takes about as long to start."""
 MAX_WAITING = 2000
@@ -158,7 +158,11 @@ class PreprocessPool:
     async def _ready_process(self) -> AsyncGenerator["_Process", None]:
         """Start a process that takes jobs; kill it on exit. Raises OSError if it does not start."""
         async with _started() as process:
-            if not isinstance(await process.call(self._setup), Ready):
+            try:
+                answer = await asyncio.wait_for(process.call(self._setup), _WALL_S)
+            except TimeoutError:
+                raise ChildProcessError(f"it is not ready after {_WALL_S:g} s") from None
+            if not isinstance(answer, Ready):
                 raise ChildProcessError("its output says why")
             yield process
 

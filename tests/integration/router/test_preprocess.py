@@ -15,6 +15,7 @@ import pytest_asyncio
 from cluster.spec.wire import TokenIds
 from router.errors import ApiError
 from router.page_index import LONG_TOKENS, PromptKeys
+from router.preprocess import pool as pool_module
 from router.preprocess.job import Job, JsonText, Outcome, Preprocessed, Route, encode
 from router.preprocess.model import read_model
 from router.preprocess.pool import PreprocessPool, _Process
@@ -183,20 +184,25 @@ async def test_a_job_ends_soon_after_its_client_has_left(pool: PreprocessPool, m
     assert isinstance(await asyncio.wait_for(pool.run(job(prompt="a"), "mallory"), 50), Preprocessed)
 
 
-@pytest.mark.parametrize("program", ["/bin/false", "/nowhere"])
+@pytest.mark.parametrize("program", ["exit 1", "exec sleep 600", None])
 async def test_jobs_fail_while_no_process_can_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, program: str
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str | None
 ) -> None:
-    python = sys.executable
+    python, stub, wall_s = sys.executable, tmp_path / "program", pool_module._WALL_S
+    if program is not None:
+        stub.write_text(f"#!/bin/sh\n{program}\n")
+        stub.chmod(0o700)
+    monkeypatch.setattr("router.preprocess.pool._WALL_S", 0.5)
     monkeypatch.setattr("router.preprocess.pool._RETRY_S", 0.05)
     monkeypatch.setattr("router.preprocess.pool.NUM_PROCESSES", 1)
-    monkeypatch.setattr(sys, "executable", program)
+    monkeypatch.setattr(sys, "executable", str(stub))
     made = new_pool(folder)
     async with served(made):
         with pytest.raises(ApiError, match="cannot start the process that reads this request; try again") as caught:
             await made.run(job(prompt="a"), "alice")
         assert caught.value.status == 503
         monkeypatch.setattr(sys, "executable", python)
+        monkeypatch.setattr("router.preprocess.pool._WALL_S", wall_s)
         assert isinstance(await asyncio.wait_for(_until_served(made), 60), Preprocessed)
 
 
