@@ -16,7 +16,7 @@ EXTRAS_dev = dev,$(EXTRAS_serve)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help serve venv unit test test-full chaos lint bench clean
+.PHONY: help serve venv unit test test-full chaos gpu lint bench clean
 
 help:
 	@echo "make serve      start a local cluster on http://127.0.0.1:8000; Ctrl-C stops it"
@@ -24,6 +24,7 @@ help:
 	@echo "make test       run all tests except the full matrix (fourteen minutes on two idle cores)"
 	@echo "make test-full  run all tests, with every combination of the matrices"
 	@echo "make chaos      run every fault in a real cluster and print a table of the results"
+	@echo "make gpu        run all tests and benchmarks of one GPU, without Ray, and write a dated record"
 	@echo "make lint       check formatting, lint, types and import rules"
 	@echo "make bench      benchmark the cluster that make serve started"
 	@echo "make venv       install Baton and the development tools"
@@ -46,6 +47,9 @@ test-full: $(VENV)/.dev
 
 chaos: $(VENV)/.dev
 	@$(VENV)/bin/python -m tests.chaos
+
+gpu: $(VENV)/.dev
+	@$(VENV)/bin/python -m tests.gpu
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .

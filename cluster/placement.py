@@ -13,6 +13,8 @@ from cluster.spec.errors import ConfigError, Problem
 from cluster.spec.ids import ReplicaId, Role, replica_id, role_of
 from cluster.spec.ranks import sizes_of, world_size
 
+_ROUNDING = 1e-6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlacement:
@@ -62,14 +64,21 @@ def _size(config: DeployConfig, replica: ReplicaId) -> int:
 
 
 def _resources(config: DeployConfig) -> tuple[float, float]:
-    return config.resources.cpus_per_worker, 1.0 if config.resources.device is Device.CUDA else 0.0
+    resources = config.resources
+    return resources.cpus_per_worker, resources.gpus_per_worker if resources.device is Device.CUDA else 0.0
 
 
 def _room(machine: Machine, config: DeployConfig, most: int) -> int:
     """Return the number of workers that fit on a machine, at most ``most``."""
     cpus, gpus = _resources(config)
-    limits = [int(free / wanted + 1e-6) for free, wanted in ((machine.cpus, cpus), (machine.gpus, gpus)) if wanted]
+    whole_gpus = int(machine.gpus + _ROUNDING)
+    limits = [_times(machine.cpus, cpus)] if cpus else []
+    limits += [whole_gpus * _times(1.0, gpus) + _times(machine.gpus - whole_gpus, gpus)] if gpus else []
     return min([most, *limits])
+
+
+def _times(free: float, wanted: float) -> int:
+    return int(free / wanted + _ROUNDING)
 
 
 def _fit_problems(

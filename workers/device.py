@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cluster.spec import config
 from cluster.spec.errors import UserError
-from cluster.spec.memory import GIB, GpuMemory
+from cluster.spec.memory import GIB, LIBRARIES_GIB, GpuMemory
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameter numbers of mallopt(3)."""
@@ -48,8 +48,10 @@ class Device:
     name: str
     torch_device: torch.device
     """Device on which torch allocates tensors."""
+    share = 1.0
+    """Part of the device that this process uses. Other workers use the rest."""
     has_own_memory = False
-    """Whether the device computes in its own memory instead of host memory. NCCL connects such devices."""
+    """Whether the device computes in its own memory instead of host memory."""
     has_kernels = False
     """Whether the device runs the kernels of workers.kernels. Otherwise, plain torch computes."""
     has_torch_flash = False
@@ -99,8 +101,8 @@ class Device:
         """Return the index of each row's first maximum."""
         return scores.argmax(dim=-1)
 
-    def free_bytes(self) -> int:
-        """Return how many bytes of the device's own memory torch, libraries and the driver leave free."""
+    def used_bytes(self) -> int:
+        """Return how many bytes of the device's own memory are in use; on a shared device, by torch in this process."""
         raise NotImplementedError
 
     def measure_memory(self, compute: Callable[[], None], fraction: float) -> GpuMemory:
@@ -171,24 +173,27 @@ class GpuDevice(Device):
             return on_host.to(self.torch_device)
         return on_host.pin_memory().to(self.torch_device, non_blocking=True)
 
-    def free_bytes(self) -> int:
+    def used_bytes(self) -> int:
         self.synchronize()
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self.torch_device)[0]
+        if self.share < 1:  # the other workers' memory may change at any time
+            return torch.cuda.memory_reserved(self.torch_device)
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return total - free
 
     def measure_memory(self, compute: Callable[[], None], fraction: float) -> GpuMemory:
         device = self.torch_device
-        self.free_bytes()
+        self.used_bytes()
         weights = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         compute()
-        free, total = self.free_bytes(), torch.cuda.mem_get_info(device)[1]
+        others = max(self.used_bytes() - torch.cuda.memory_reserved(device), 0) / GIB
         return GpuMemory(
-            total=total / GIB,
+            total=self.share * torch.cuda.mem_get_info(device)[1] / GIB,
             fraction=fraction,
             weights=weights / GIB,
             activations=(torch.cuda.max_memory_allocated(device) - weights) / GIB,
-            others=max(total - free - torch.cuda.memory_reserved(device), 0) / GIB,
+            others=LIBRARIES_GIB if self.share < 1 else others,
         )
 
 
@@ -205,8 +210,10 @@ CPU, GPU = CpuDevice(), GpuDevice()
 _DEVICES: dict[torch.device, Device] = {each.torch_device: each for each in (CPU, GPU)}
 
 
-def open_device(device: config.Device) -> Device:
+def open_device(device: config.Device, share: float = 1.0) -> Device:
     """Return the CPU, or make this process's first GPU current and return it.
+
+    Torch allocates at most a ``share`` of the GPU's memory, so that a worker does not take that of its neighbours.
 
     Raises:
         UserError: torch sees no GPU.
@@ -217,6 +224,8 @@ def open_device(device: config.Device) -> Device:
         build = "has no CUDA" if torch.version.cuda is None else f"is for CUDA {torch.version.cuda} and sees no GPU"
         raise UserError(f"resources.device: got cuda, but torch {torch.__version__} {build}; allowed here: cpu")
     torch.cuda.set_device(GPU.torch_device)
+    GPU.share = share
+    torch.cuda.set_per_process_memory_fraction(share, GPU.torch_device)
     return GPU
 
 

@@ -82,7 +82,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         # After a failure, peers that wait for this rank to join or warm up fail immediately, not after the timeout.
         on_failure.callback(leave_store, store, spec.global_rank)
         # The device is opened before the groups, because only a rank with an open GPU can join them.
-        device = open_device(spec.config.resources.device)
+        device = open_device(spec.config.resources.device, spec.config.resources.gpus_per_worker)
         model_config = read_model_config(folder)
         model_config.check_layout(spec.pool.parallel, f"{spec.role}.parallel")
         model_config.check_ring(spec.config.prefill)

@@ -9,7 +9,6 @@ from cluster.planner.traffic import TrafficPlan, traffic_plan
 from cluster.spec.checks import CHECKS
 from cluster.spec.config import (
     DeployConfig,
-    Device,
     PoolConfig,
     PrefillConfig,
     TransferBackendName,
@@ -105,7 +104,7 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
     if facts and (problems := model_problems(config, facts)):
         raise ConfigError(problems)
     # In shared memory, ranks copy weights and hidden states themselves.
-    in_background = config.resources.device is Device.CUDA or _uses_gloo(config)
+    in_background = config.resources.uses_nccl or _uses_gloo(config)
     return Plan(
         name=config.name,
         model=config.model.name,
@@ -195,10 +194,10 @@ def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Por
 
 
 def _uses_gloo(config: DeployConfig) -> bool:
-    """Return whether ranks may use TCP: it is configured, or they compute on CPUs, possibly on several machines."""
+    """Return whether ranks may use TCP: it is configured, or NCCL does not connect ranks on several machines."""
     if config.resources.collectives is Collectives.TCP:
         return True
-    return config.resources.device is Device.CPU and config.transfer.backend is not TransferBackendName.SHARED_MEMORY
+    return not config.resources.uses_nccl and config.transfer.backend is not TransferBackendName.SHARED_MEMORY
 
 
 def _num_endpoints(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) -> int:

@@ -15,7 +15,7 @@ from cluster.spec.hicache_config import STORE_CLIENT_BYTES, StorageBackendName
 from cluster.spec.ids import Role
 from cluster.spec.kv import DTYPE_BYTES, pages_for
 from cluster.spec.linear_shards import LinearShards
-from cluster.spec.memory import GIB, GpuMemory, HostMemory
+from cluster.spec.memory import GIB, LIBRARIES_GIB, GpuMemory, HostMemory
 from cluster.spec.ranks import head_copies, moe_tp_size, sizes_of, stage_layers, world_size
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing
@@ -74,12 +74,14 @@ def _num_tables(config: DeployConfig, model: ModelFacts, *, is_first: bool, is_l
 
 
 def expected_memory(config: DeployConfig, pool: Pool, model: ModelFacts) -> GpuMemory:
+    share = config.resources.gpus_per_worker
     return GpuMemory(
-        total=config.resources.gpu_memory_gib,
+        total=config.resources.gpu_memory_gib * share,
         fraction=config.kv.memory_fraction,
         weights=weights_gib(config, pool, model),
         activations=(_activation_bytes(pool, model) + _exchange_bytes(config, pool, model)) / GIB,
         graphs=_graph_bytes(config, pool, model) / GIB,
+        others=LIBRARIES_GIB if share < 1 else 0.0,
     )
 
 

@@ -97,8 +97,8 @@ class KvConfig(Node):
     """Memory for the KV pages of one worker, in GiB; by default 1 on a CPU, and on a GPU what `memory_fraction`
     leaves."""
     memory_fraction: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.9
-    """Fraction of a GPU's memory for weights, activations, CUDA graphs and KV pages. Unless `memory_gib` is set, the KV
-    pages get what remains once the others are measured at startup."""
+    """Fraction of a worker's GPU memory for weights, activations, CUDA graphs and KV pages. Unless `memory_gib` is set,
+    the KV pages get what remains once the others are measured at startup."""
     prefix_cache: bool = True
     """Keep the pages of finished requests for prompts with the same prefix until the memory is needed."""
 
@@ -298,11 +298,13 @@ class ResourcesConfig(Node):
     """The resources of the cluster, and the supervision of its processes."""
 
     device: Device = Device.CPU
-    """Device of each worker: CPU cores, or one GPU."""
+    """Device of each worker: CPU cores, or a GPU."""
     cpus_per_worker: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] = 1.0
     """Number of Ray CPUs reserved for each worker."""
     threads_per_worker: PositiveInt = 1
     """Number of compute threads of each worker on a CPU."""
+    gpus_per_worker: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
+    """Fraction of a GPU for each worker. Below 1, workers share a GPU and exchange tensors through host memory."""
     gpu_memory_gib: MemoryGib = 139.0
     """Memory of one GPU, in GiB, for the estimates of `baton plan`; workers query the GPU."""
     machine_memory_gib: MemoryGib | None = None
@@ -328,6 +330,11 @@ class ResourcesConfig(Node):
     step_timeout_s: Annotated[float, Field(ge=5, le=1_000_000, strict=True)] = 300.0
     """Seconds after which a rank's process exits if its work loop makes no progress; must be well above the duration of
     the longest step."""
+
+    @property
+    def uses_nccl(self) -> bool:
+        """True if NCCL connects the ranks of a replica. It needs a whole GPU for each rank."""
+        return self.device is Device.CUDA and self.collectives is Collectives.AUTO and self.gpus_per_worker == 1
 
 
 class LogConfig(Node):

@@ -1,7 +1,6 @@
 """Selection of decode steps to capture as CUDA graphs. Pure."""
 
 from cluster.spec.config import AttentionSetting, DecodeConfig, DeployConfig, Device, PoolConfig
-from cluster.spec.strategy import Collectives
 
 
 def captures_decode(config: DeployConfig, pool: PoolConfig, *, has_windows: bool) -> bool:
@@ -22,8 +21,8 @@ def why_not_captured(config: DeployConfig, pool: PoolConfig, *, has_windows: boo
     if has_windows:
         return "sliding windows"
     # A collective through the host cannot be replayed as part of a graph.
-    uses_tcp = resources.collectives is Collectives.TCP and max(parallel.tp, parallel.dp) > 1
-    return "TCP collectives" if uses_tcp else ""
+    passes_host = not resources.uses_nccl and max(parallel.tp, parallel.dp) > 1
+    return "collectives through the host" if passes_host else ""
 
 
 def batch_sizes(most: int) -> list[int]:

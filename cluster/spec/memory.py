@@ -10,6 +10,8 @@ from cluster.spec.ranks import kv_heads_of, stage_layers
 from cluster.spec.registry import AxisSizes, RankCoords
 
 GIB = 1 << 30
+LIBRARIES_GIB = 1.0
+"""Allowance for a process's CUDA libraries and graphs on a shared GPU, where they cannot be measured."""
 
 
 def pool_layout(geometry: KvGeometry, sizes: AxisSizes, coords: RankCoords, memory_gib: float) -> PoolLayout:
@@ -69,6 +71,7 @@ class GpuMemory:
     """Use of one worker's GPU memory, in GiB."""
 
     total: float
+    """Memory of the GPU, or of the worker's part of it."""
     fraction: float
     """Value of ``kv.memory_fraction``."""
     weights: float

@@ -23,7 +23,7 @@ class GpuOnHost(CpuDevice):
     """CPU whose memory is measured like a GPU's."""
 
     has_own_memory = True
-    free_bytes = GpuDevice.free_bytes
+    used_bytes = GpuDevice.used_bytes
     measure_memory = GpuDevice.measure_memory
 
 

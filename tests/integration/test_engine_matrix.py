@@ -72,7 +72,7 @@ def config_of(case: Case, role: Role = Role.PREFILL, backend: str = "shared_memo
                 "passing": kv.passing,
                 "chunk_tokens": case["chunk_tokens"],
             },
-            "resources": {"collectives": case["collectives"]},
+            "resources": {"collectives": case["collectives"], **case.get("resources", {})},
             "transfer": {"backend": backend, "mode": kv.sends, "verify": verify},
         }
     )

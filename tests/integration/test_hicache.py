@@ -49,7 +49,14 @@ HALF = LONG[: 4 * PAGE_SIZE + 1]
 QUARTER = LONG[: 2 * PAGE_SIZE + 1]
 
 
-def config_of(way: Way, folder: Path, pp: int = 1, transfer: Mapping[str, Any] = EMPTY, **hicache: Any) -> DeployConfig:
+def config_of(
+    way: Way,
+    folder: Path,
+    pp: int = 1,
+    transfer: Mapping[str, Any] = EMPTY,
+    resources: Mapping[str, Any] = EMPTY,
+    **hicache: Any,
+) -> DeployConfig:
     cp, mode, tp = way
     storage = {"backend": "files", "folder": str(folder), "prefetch": "wait_complete"}
     return DeployConfig.model_validate(
@@ -59,6 +66,7 @@ def config_of(way: Way, folder: Path, pp: int = 1, transfer: Mapping[str, Any] =
             "decode": {"parallel": {"tp": tp, "pp": pp}},
             "hicache": {"host_gib": 0.01, "storage": storage, **hicache},
             "transfer": transfer,
+            "resources": resources,
         }
     )
 
@@ -112,9 +120,10 @@ def check_tiers(
     folder: Path,
     pp: int = 1,
     transfer: Mapping[str, Any] = EMPTY,
+    resources: Mapping[str, Any] = EMPTY,
 ) -> None:
     all_pages, half_pages = 9 * PAGE_SIZE, 4 * PAGE_SIZE
-    with engine.running(checkpoint, config_of(way, folder, pp, transfer)) as cluster:
+    with engine.running(checkpoint, config_of(way, folder, pp, transfer, resources)) as cluster:
         assert ask(cluster, LONG).token_ids == oracle.tokens(LONG)
         again = ask(cluster, LONG)
         assert (again.token_ids, again.cached) == (oracle.tokens(LONG), CachedTokens(total=all_pages))

@@ -66,6 +66,7 @@ def join_groups(spec: WorkerSpec, store: ReplicaStore, model: DecoderConfig, dev
             timeout_s=COLLECTIVE_TIMEOUT_S,
             collectives=resources.collectives,
             device=device,
+            use_nccl=resources.uses_nccl,
         )
 
     by_name = rank_groups(parallel)

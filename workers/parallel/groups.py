@@ -159,13 +159,14 @@ def join_group(
     timeout_s: float,
     collectives: Collectives = Collectives.AUTO,
     device: Device = CPU,
+    use_nccl: bool = False,
 ) -> Communicator:
     """Join a group. Every member calls this. Members of several groups join them in the same order.
 
     ``members`` are global ranks in group order, ``name`` is unique in the store, and ``host`` is a local address that
     other members can reach. The wait ends at the store's timeout, or as soon as a rank of the replica leaves. A later
-    collective that lacks a peer for ``timeout_s`` raises PeerLostError. On a GPU, collectives use NCCL, unless
-    ``collectives`` requires TCP through the host.
+    collective that lacks a peer for ``timeout_s`` raises PeerLostError. Without NCCL, tensors on GPUs are copied to the
+    host and back.
     """
     rank, size, timeout = members.index(global_rank), len(members), timedelta(seconds=timeout_s)
     if size == 1:
@@ -175,7 +176,7 @@ def join_group(
     try:
         # Torch's own rendezvous would not notice that a rank has left.
         exchange(store, f"{name}/here", rank, size, "here")
-        if device.has_own_memory and collectives is Collectives.AUTO:
+        if use_nccl:
             backend = MovedBackend(NcclBackend(scope, rank, size, timeout), device.torch_device)
         else:
             if collectives is Collectives.AUTO:

@@ -121,6 +121,13 @@ def test_weights_of_known_models(tmp_path: Path, shape: dict[str, Any], tp: int,
     assert not model_problems(config, model)
 
 
+def test_workers_that_share_a_gpu_divide_its_memory(tmp_path: Path) -> None:
+    whole, model = planned(tmp_path, LLAMA_3_8B, "")
+    memory = expected_memory(whole, whole.decode, model)
+    shared = whole.model_copy(update={"resources": whole.resources.model_copy(update={"gpus_per_worker": 0.5})})
+    assert expected_memory(shared, shared.decode, model).left == pytest.approx(memory.left - 0.9 * 139 / 2 - 1)
+
+
 def test_graphs_of_decode_are_expected(tmp_path: Path) -> None:
     config, model = planned(tmp_path, LLAMA_3_8B, "kv: {page_size: 64}\ndecode: {max_requests: 4}")
     assert expected_memory(config, config.prefill, model).graphs == 0

@@ -28,13 +28,14 @@ def deployment(
     backend: TransferBackendName = TransferBackendName.MOONCAKE,
     device: Device = Device.CPU,
     cpus: float = 1.0,
+    gpus: float = 1.0,
 ) -> DeployConfig:
     """Return a deployment with (replicas, workers per replica) for each role."""
     return DeployConfig(
         prefill=PrefillConfig(replicas=prefill[0], parallel=ParallelConfig(cp=prefill[1])),
         decode=DecodeConfig(replicas=decode[0], parallel=DecodeParallelConfig(tp=decode[1])),
         transfer=TransferConfig(backend=backend),
-        resources=ResourcesConfig(device=device, cpus_per_worker=cpus),
+        resources=ResourcesConfig(device=device, cpus_per_worker=cpus, gpus_per_worker=gpus),
     )
 
 
@@ -73,6 +74,17 @@ def test_bundles_have_a_workers_resources() -> None:
 
 def test_fractions_of_a_cpu_fill_a_machine() -> None:
     assert len(place(deployment((1, 9), cpus=0.1), machines(1.0))) == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "there", "most"), [(0.5, 3, 6), (0.4, 3, 6), (0.6, 3, 3), (0.25, 1.5, 6), (0.1, 1, 10), (1.0, 2.5, 2)]
+)
+def test_no_worker_spans_gpus(gpus: float, there: float, most: int) -> None:
+    nodes = machines(64, gpus=there)
+    (prefill, _) = place(deployment((1, most - 1), device=Device.CUDA, gpus=gpus), nodes)
+    assert [bundle.gpus for bundle in prefill.bundles] == [gpus] * (most - 1)
+    with pytest.raises(ConfigError, match=f"and {gpus:g} GPU each; capacity for {most} workers"):
+        place(deployment((1, most), device=Device.CUDA, gpus=gpus), nodes)
 
 
 def test_workers_that_reserve_nothing_fit_anywhere() -> None:

@@ -28,6 +28,12 @@ def test_ports_are_listed_with_their_count() -> None:
         ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "process groups over TCP (gloo)", 2),
         ("resources: {collectives: tcp}\nprefill: {replicas: 2, parallel: {cp: 2, pp: 2}}", "gloo", 2 * (4 + 4)),
         ("resources: {collectives: tcp}\nprefill: {parallel: {cp: 2}, shard_linear: gather}", "gloo", 2 + 2),
+        (
+            "resources: {device: cuda, gpus_per_worker: 0.5}\ntransfer: {backend: mooncake}\n"
+            "prefill: {parallel: {cp: 2}}",
+            "gloo",
+            2,
+        ),
         # The model has one KV head, which both ranks hold.
         ("resources: {collectives: tcp}\ndecode: {parallel: {tp: 2}}", "gloo", 2 + 2),
     ],

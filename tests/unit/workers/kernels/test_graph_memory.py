@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from cluster.spec.config import DeployConfig
+from cluster.spec.config import DeployConfig, Device
 from cluster.spec.decode_graphs import batch_sizes, captures_decode, why_not_captured
 from cluster.spec.errors import UserError
 from cluster.spec.ids import Role, Room
@@ -28,6 +28,7 @@ from tests.fakes.worker_specs import lone_worker
 from workers import rank
 from workers.attention.registry import BackendChoice
 from workers.context_parallel.shard_plan import make_step_shape
+from workers.device import GPU, open_device
 from workers.engine import pool_memory, runner
 from workers.engine.batch import StepInput
 from workers.engine.decode_graphs import Capture
@@ -42,20 +43,23 @@ SIZES = batch_sizes(8)
 
 
 class FakeGpu:
-    """GPU with weights and other processes. Torch's own statistics do not include graphs."""
+    """GPU with weights and other processes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.used = WEIGHTS + OTHERS
+        """Bytes that the driver counts, graphs included."""
+        self.reserved = WEIGHTS
+        """Bytes that torch's allocator counts, without graphs."""
         self.has_workspace = False
         for name, answer in (
             ("synchronize", None),
             ("empty_cache", None),
             ("reset_peak_memory_stats", None),
             ("memory_allocated", WEIGHTS),
-            ("memory_reserved", WEIGHTS),
             ("max_memory_allocated", WEIGHTS + ACTIVATIONS),
         ):
             monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: self.reserved)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - self.used, TOTAL))
 
     def make_capture(self) -> Capture:
@@ -142,6 +146,32 @@ def test_graphs_are_deleted_although_an_error_references_a_step(
     assert one._graphs.run(StepInput([], [], StepShape())) is None
 
 
+def test_workers_that_share_a_gpu_count_only_their_own_memory(
+    model: DecoderModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's figures change while other workers load and measure."""
+    gpu, spec = FakeGpu(monkeypatch), worker({})
+    monkeypatch.setattr(GpuOnHost, "share", 0.5)
+
+    def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001
+        gpu.used += 7 * GIB  # by another worker
+        gpu.reserved += GIB
+        return torch.empty(0), lambda: None
+
+    held = len(SIZES) * GIB
+    assert ask(spec, model, lambda: capture) * GIB == 0.9 * 0.5 * TOTAL - WEIGHTS - ACTIVATIONS - GIB - held
+
+
+def test_a_share_of_a_gpu_limits_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
+    monkeypatch.setattr(GPU, "share", 1.0)
+    assert open_device(Device.CUDA, 0.25) is GPU
+    assert (GPU.share, limits) == (0.25, [(0.25, GPU.torch_device)])
+
+
 def test_without_graphs_pages_take_their_part(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeGpu(monkeypatch)
     assert ask(worker({}), model, None) * GIB == 0.9 * TOTAL - WEIGHTS - ACTIVATIONS - OTHERS
@@ -206,7 +236,7 @@ def test_pages_without_space_for_graphs_are_reported(model: DecoderModel, monkey
 
 def test_a_rank_captures_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
-    monkeypatch.setattr(rank, "open_device", lambda _: GpuOnHost())
+    monkeypatch.setattr(rank, "open_device", lambda *_: GpuOnHost())
     monkeypatch.setattr(rank, "choose_backend", lambda *_: BackendChoice("plain", PlainGraphs(), "a test"))
     monkeypatch.setattr(rank, "GraphCapture", lambda stream: stream.make_capture())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: gpu)
@@ -221,7 +251,7 @@ def test_a_rank_captures_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatc
 
 
 def test_a_rank_that_captures_nothing_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "open_device", lambda _: GpuOnHost())
+    monkeypatch.setattr(rank, "open_device", lambda *_: GpuOnHost())
     monkeypatch.setattr(rank, "captures_decode", lambda *_, **__: False)
     monkeypatch.setattr(rank, "why_not_captured", lambda *_, **__: "a reason")
     FakeGpu(monkeypatch)
@@ -258,14 +288,19 @@ def test_steps_with_layerwise_loads_are_counted(model: DecoderModel) -> None:
         ({"decode": {"parallel": {"dp": 2}}}, ""),
         (
             {"decode": {"parallel": {"dp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}},
-            "TCP collectives",
+            "collectives through the host",
         ),
         ({"decode": {"parallel": {"tp": 2}}}, ""),
         (
             {"decode": {"parallel": {"tp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}},
-            "TCP collectives",
+            "collectives through the host",
+        ),
+        (
+            {"decode": {"parallel": {"tp": 2}}, "resources": {"device": "cuda", "gpus_per_worker": 0.5}},
+            "collectives through the host",
         ),
         ({"resources": {"device": "cuda", "collectives": "tcp"}}, ""),
+        ({"resources": {"device": "cuda", "gpus_per_worker": 0.5}}, ""),
     ],
 )
 def test_pools_that_allow_capture(text: dict[str, Any], reason: str) -> None:
