@@ -17,8 +17,9 @@ from cluster.spec.memory import GIB
 from cluster.spec.strategy import Collectives, CpMode, ShardLinear, StrategySetting
 from workers.bench.process import WorkerProcess
 from workers.bench.results import StepTime, Way
-from workers.bench.shapes import SHAPES
+from workers.bench.shapes import config_json
 from workers.context_parallel.cost_model import StrategyChoice
+from workers.models.interface import DecoderConfig
 from workers.models.registry import parse_model_config
 
 _DTYPE = "bfloat16"
@@ -77,8 +78,8 @@ def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
     Raises:
         UserError: the model and its KV do not fit in memory.
     """
-    _check_memory(bench)
-    config = parse_model_config(SHAPES[bench.model].config_json(bench.max_len) | {"dtype": _DTYPE})
+    config = parse_model_config(config_json(bench.model, bench.max_len) | {"dtype": _DTYPE})
+    _check_memory(bench, config)
     with _ranks(bench.cp) as ranks:
         _ask(ranks, "make", config, bench.max_len, bench.mode, bench.shard_linear, bench.collectives)
         store = _ask(ranks[:1], "open_store")[0]
@@ -91,10 +92,12 @@ def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
             yield from _measure(bench, ranks, prompt_len)
 
 
-def _check_memory(bench: CpBench) -> None:
+def _check_memory(bench: CpBench, config: DecoderConfig) -> None:
     """Check that weights and KV fit in memory. The operating system would kill the ranks otherwise."""
     available = machine_memory().available
-    wanted = bench.cp * SHAPES[bench.model].decode_bytes(bench.max_len, DTYPE_BYTES[_DTYPE])
+    num_weights = config.num_weights * DTYPE_BYTES[_DTYPE]
+    kv = config.kv_geometry("bench", _DTYPE, 1).bytes_per_token * bench.max_len
+    wanted = bench.cp * (num_weights + kv)
     if wanted > available:
         raise UserError(
             f"--prompt-len, --cp, --model: {bench.max_len} tokens of {bench.model} on {bench.cp} ranks take "

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -15,7 +15,7 @@ from cluster.spec.config import Device
 from cluster.spec.errors import UserError
 from cluster.spec.ranks import MOST_RANKS
 from cluster.spec.strategy import Collectives, CpMode, ShardLinear, StrategySetting
-from workers.bench.shapes import SHAPES
+from workers.bench.shapes import LATENT, SHAPES
 
 T = TypeVar("T")
 
@@ -25,6 +25,7 @@ _MAX_LEN = 1 << 18
 
 PromptLens = Annotated[str, typer.Option("--prompt-len", help="Prompt lengths in tokens, separated by commas.")]
 Rounds = Annotated[int, typer.Option(help="Number of measurements. The command reports medians.", min=1)]
+CpModel = Annotated[str, typer.Option(help=f"Model shape, with random weights: {', '.join([*SHAPES, *LATENT])}.")]
 Model = Annotated[str, typer.Option(help=f"Model shape, with random weights: {', '.join(SHAPES)}.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead of a table.")]
 
@@ -47,7 +48,7 @@ def cp(
     ] = Collectives.AUTO,
     prefix_len: Annotated[int, typer.Option(help="Number of cached tokens before each prompt.", min=0)] = 0,
     rounds: Rounds = 5,
-    model: Model = "small",
+    model: CpModel = "small",
     as_json: Json = False,
 ) -> None:
     """Benchmark one prefill step on CP ranks, and compare it with a single rank.
@@ -57,7 +58,7 @@ def cp(
     # Each command imports what it needs, so that the command line starts quickly.
     from cluster.bench.cp import CpBench, run_cp_bench
 
-    _check_models("--model", [model])
+    _check_models("--model", [model], [*SHAPES, *LATENT])
     bench = CpBench(
         prompt_lens=_parse_lens(prompt_len),
         prefix_len=prefix_len,
@@ -108,9 +109,9 @@ def kernels(
             print_results(name, ask("measure", name), as_json=as_json)
 
 
-def _check_models(option: str, names: Iterable[str]) -> None:
-    if unknown := [name for name in names if name not in SHAPES]:
-        raise UserError(f"{option}: got {unknown[0]!r}; allowed: {', '.join(SHAPES)}")
+def _check_models(option: str, names: Iterable[str], allowed: Collection[str] = SHAPES) -> None:
+    if unknown := [name for name in names if name not in allowed]:
+        raise UserError(f"{option}: got {unknown[0]!r}; allowed: {', '.join(allowed)}")
 
 
 def _parse_lens(text: str, most: int | None = None) -> list[int]:

@@ -68,4 +68,36 @@ SHAPES: Mapping[str, BenchShape] = {
     "small": BenchShape(family="qwen3", layers=8, hidden=512, inner=1536, heads=8, kv_heads=4, vocab=4096, head_dim=64),
     "tiny": BenchShape(family="llama", layers=2, hidden=64, inner=96, heads=4, kv_heads=2, vocab=256, head_dim=16),
 }
-"""Shapes by name. The last two are meant for CPUs."""
+"""Shapes by name, of models with grouped-query attention. The last two are meant for CPUs."""
+
+_LATENT: Mapping[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 8,
+    "first_k_dense_replace": 8,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "q_lora_rank": 384,
+    "kv_lora_rank": 192,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "vocab_size": 4096,
+    "tie_word_embeddings": False,
+}
+_INDEXED: Mapping[str, Any] = {
+    **_LATENT,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_n_heads": 4,
+    "index_head_dim": 64,
+    "index_topk": 512,
+}
+LATENT: Mapping[str, Mapping[str, Any]] = {"small-latent": _LATENT, "small-sparse": _INDEXED}
+"""Fields of config.json of models with latent attention, dense or to selected keys, as wide as ``small``."""
+
+
+def config_json(name: str, max_len: int) -> dict[str, Any]:
+    """Return the config.json of a model of ``SHAPES`` or ``LATENT``."""
+    if name in LATENT:
+        return {**LATENT[name], "max_position_embeddings": max_len}
+    return SHAPES[name].config_json(max_len)

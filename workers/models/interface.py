@@ -239,6 +239,12 @@ class DecoderConfig:
         )
 
     @property
+    def num_weights(self) -> int:
+        """Return the number of elements in all matrices, without routers. Tied tables count once."""
+        layers = sum(cost.queries + cost.kv + cost.whole + cost.dense + cost.experts for cost in self.layer_costs)
+        return layers + (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+
+    @property
     def experts_per_token(self) -> int:
         """Return the maximum number of experts that compute one token in a layer; 0 for dense models."""
         return max(layer.experts_per_token for layer in self.layer_costs)
