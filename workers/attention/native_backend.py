@@ -54,7 +54,7 @@ class _NativeStep:
         _check(query, key_pages, value_pages, params, self._num_queries)
         assert self._num_pages <= len(key_pages), f"page {self._num_pages - 1} is not in {len(key_pages)} pages"
         assert self._page_size == key_pages.shape[2], f"page sizes {self._page_size} and {key_pages.shape[2]} differ"
-        result = empty_partial(query)
+        result = empty_partial(query, value_pages.shape[-1])
         self._library.attend(
             self._items, self._tables, self._page_size, query, key_pages, value_pages, *result, scale=params.scale
         )
@@ -73,7 +73,7 @@ class _NativeRows:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
         _check(query, key, value, params, self._num_queries)
         assert self._num_keys <= len(key), f"got {len(key)} keys, but the runs have {self._num_keys}"
-        result = empty_partial(query)
+        result = empty_partial(query, value.shape[-1])
         key, value = (x.transpose(0, 1)[None] for x in (key, value))
         for item in self._items:
             self._library.attend(item, _FIRST_PAGE, _ONE_PAGE, query, key, value, *result, scale=params.scale)
@@ -92,5 +92,5 @@ def _items(pieces: Sequence[Piece], first_entries: Sequence[int]) -> Tensor:
 
 def _check(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, num_queries: int) -> None:
     assert num_queries <= len(query), f"got {len(query)} queries, but the runs have {num_queries}"
-    assert key.shape == value.shape, f"keys have shape {key.shape}, values {value.shape}"
+    assert key.shape[:-1] == value.shape[:-1], f"keys have shape {key.shape}, values {value.shape}"
     assert params.window is None, f"a window of {params.window} tokens is not supported"

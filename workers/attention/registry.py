@@ -34,7 +34,7 @@ BACKENDS = {
     "native": Entry(
         "workers.attention.native_backend:NativeAttention",
         ("cpu",),
-        frozenset(Feature),
+        frozenset({Feature.WINDOW}),
         dtypes=(torch.bfloat16, torch.float32),
     ),
     "torch": Entry("workers.attention.torch_backend:TorchAttention", ("cpu", "cuda")),

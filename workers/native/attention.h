@@ -26,7 +26,7 @@ struct Attention {
   const int64_t* tables;
   const Item* items;
   int64_t* next_tile;  // Shared by all threads of one call.
-  int64_t num_items, page_size, kv_heads, groups, head_dim, query_stride, query_head_stride;
+  int64_t num_items, page_size, kv_heads, groups, key_dim, value_dim, query_stride, query_head_stride;
   Strides key_strides, value_strides;
   float scale;
 };
@@ -62,12 +62,12 @@ class Cursor {
 };
 
 // Merge a finished row into the output, which is initially (0, -inf).
-void write_row(const Found& row, int64_t head_dim, Element* out, float* lse) {
+void write_row(const Found& row, int64_t value_dim, Element* out, float* lse) {
   const float found = (row.reference + std::log2(row.sum)) * float(M_LN2);
   const float top = std::max(found, *lse);
   const float merged = top + std::log(std::exp(found - top) + std::exp(*lse - top));
   const float mine = std::exp(found - merged) / row.sum, theirs = std::exp(*lse - merged);
-  for (int64_t d = 0; d < head_dim; ++d) {
+  for (int64_t d = 0; d < value_dim; ++d) {
     const float held = theirs > 0 ? as_float(out[d]) * theirs : 0.0f;
     set(out[d], row.out[d] * mine + held);
   }
@@ -95,7 +95,7 @@ class Tile {
     }
     for (int64_t row = 0; row < num_rows_; ++row) {
       const int64_t to = token(row) * a_.kv_heads * a_.groups + query_head(row);
-      write_row(found(s_, row, padded_), a_.head_dim, a_.out + to * a_.head_dim, a_.lse + to);
+      write_row(found(s_, row, padded_), a_.value_dim, a_.out + to * a_.value_dim, a_.lse + to);
     }
   }
 
@@ -127,15 +127,15 @@ class Tile {
 // Process tiles until none is left. Several threads may share one Attention if no two items share a query. Returns 0,
 // or 1 if memory runs out.
 extern "C" int EXPORT(attend)(const Attention* a) {
-  Scratch scratch(a->head_dim, a->scale);
+  Scratch scratch(a->key_dim, a->value_dim, a->scale);
   if (!scratch.memory) return 1;
   int64_t first = 0;
   int64_t mine = __atomic_fetch_add(a->next_tile, 1, __ATOMIC_RELAXED);
   for (const Item* item = a->items; item < a->items + a->num_items; ++item) {
-    const int64_t rows = item->num_queries * a->groups, tiles = (rows + kTileRows - 1) / kTileRows;
+    const int64_t rows = item->num_queries * a->groups, tiles = (rows + scratch.rows - 1) / scratch.rows;
     for (; mine < first + tiles * a->kv_heads; mine = __atomic_fetch_add(a->next_tile, 1, __ATOMIC_RELAXED)) {
-      const int64_t head = (mine - first) / tiles, row = (mine - first) % tiles * kTileRows;
-      Tile(*a, *item, head, row, std::min<int64_t>(kTileRows, rows - row), scratch).attend();
+      const int64_t head = (mine - first) / tiles, row = (mine - first) % tiles * scratch.rows;
+      Tile(*a, *item, head, row, std::min(scratch.rows, rows - row), scratch).attend();
     }
     first += tiles * a->kv_heads;
   }

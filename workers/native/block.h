@@ -7,7 +7,8 @@
 namespace {
 
 constexpr int kBlock = 64;                   // Keys per block.
-constexpr int kTileRows = 384;               // Rows per tile. Their queries and sums stay in the L2 cache.
+constexpr int kTileRows = 384;               // Maximum number of rows per tile.
+constexpr int64_t kTileBytes = 320 << 10;    // Their queries and sums stay in the L2 cache.
 constexpr int kLine = 64 / sizeof(Element);  // Elements per cache line.
 constexpr float kSlack = 40.0f;              // Scores may exceed their reference by this much, in powers of two.
 constexpr float kHidden = -1e30f;            // Score of a key that is not seen.
@@ -26,8 +27,13 @@ inline void prefetch(const Element* row, int64_t d, int64_t count) {
   for (int64_t line = round_up(d, kLine); line < d + count; line += kLine) __builtin_prefetch(row + line, 0, 2);
 }
 
-inline void prefetch_keys(const Block& next, int64_t first, int64_t end, int64_t head_dim) {
-  for (int64_t i = first; i < end; ++i) prefetch(next.key[i], 0, head_dim), prefetch(next.value[i], 0, head_dim);
+inline void prefetch_keys(const Block& next, int64_t first, int64_t end, int64_t key_dim, int64_t value_dim) {
+  for (int64_t i = first; i < end; ++i) prefetch(next.key[i], 0, key_dim), prefetch(next.value[i], 0, value_dim);
+}
+
+// Rows per tile, a multiple of `unit`.
+inline int64_t tile_rows(int64_t row_bytes, int64_t unit) {
+  return std::clamp<int64_t>(kTileBytes / row_bytes, kTileRows / 4, kTileRows) / unit * unit;
 }
 
 // Intermediate result of a row: the weighted sum of values and the sum of weights, which are 2^(score - reference).

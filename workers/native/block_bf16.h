@@ -111,21 +111,24 @@ void pack_values(const Block& block, int num_keys, int64_t head_dim, int64_t wid
 
 // State of a tile.
 struct Scratch {
-  int64_t head_dim, width;  // Width: head_dim rounded up to full vectors of 32.
+  int64_t key_dim, value_dim, key_width, value_width;  // Widths: dims rounded up to full vectors of 32.
+  int64_t rows;                                        // Maximum number of rows.
   float scale;
   Memory memory;
   bf16 *query, *keys, *values, *weights;
   float *out, *sums, *reference, *limit;
 
-  Scratch(int64_t dims, float factor)
-      : head_dim(dims), width(round_up(dims, 32)), scale(float(M_LOG2E) * factor),
-        memory(2 * (kTileRows * width + 2 * kBlock * width + kFewRows * kBlock) +
-               4 * kTileRows * (width + kLanes + 2)) {
+  Scratch(int64_t keys_dim, int64_t values_dim, float factor)
+      : key_dim(keys_dim), value_dim(values_dim), key_width(round_up(keys_dim, 32)),
+        value_width(round_up(values_dim, 32)), rows(tile_rows(2 * key_width + 4 * value_width, kRows)),
+        scale(float(M_LOG2E) * factor),
+        memory(2 * (rows * key_width + kBlock * (key_width + value_width) + kFewRows * kBlock) +
+               4 * rows * (value_width + kLanes + 2) + 8 * 64) {
     if (!memory) return;
-    query = memory.take<bf16>(kTileRows * width), weights = memory.take<bf16>(kFewRows * kBlock);
-    keys = memory.take<bf16>(kBlock * width), values = memory.take<bf16>(kBlock * width);
-    out = memory.take<float>(kTileRows * width), sums = memory.take<float>(kTileRows * kLanes);
-    reference = memory.take<float>(kTileRows), limit = memory.take<float>(kTileRows);
+    query = memory.take<bf16>(rows * key_width), weights = memory.take<bf16>(kFewRows * kBlock);
+    keys = memory.take<bf16>(kBlock * key_width), values = memory.take<bf16>(kBlock * value_width);
+    out = memory.take<float>(rows * value_width), sums = memory.take<float>(rows * kLanes);
+    reference = memory.take<float>(rows), limit = memory.take<float>(rows);
   }
 };
 
@@ -136,20 +139,20 @@ inline int64_t padded(int64_t num_rows) {
 
 // Begin a tile of `num_rows` rows, padded.
 void clear(const Scratch& s, int64_t num_rows) {
-  std::fill_n(s.out, num_rows * s.width, 0.0f);
+  std::fill_n(s.out, num_rows * s.value_width, 0.0f);
   std::fill_n(s.sums, num_rows * kLanes, 0.0f);
   std::fill_n(s.reference, num_rows, kUnset);
   std::fill_n(s.limit, num_rows, kUnset);
 }
 
 void read_query(const Scratch& s, int64_t row, int64_t, const bf16* from) {
-  for (int64_t d = 0; d < s.head_dim; d += 32)
-    _mm512_store_si512(s.query + row * s.width + d, _mm512_maskz_loadu_epi16(lanes32(s.head_dim - d), from + d));
+  for (int64_t d = 0; d < s.key_dim; d += 32)
+    _mm512_store_si512(s.query + row * s.key_width + d, _mm512_maskz_loadu_epi16(lanes32(s.key_dim - d), from + d));
 }
 
 Found found(const Scratch& s, int64_t row, int64_t) {
   const float sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sums + row * kLanes));
-  return {s.out + row * s.width, sum, s.reference[row]};
+  return {s.out + row * s.value_width, sum, s.reference[row]};
 }
 
 // Set a row's reference to its largest score in this block if that is far above it.
@@ -159,7 +162,7 @@ void rebase(const Scratch& s, int64_t row, __m512 scores) {
   const __m512 factor = exp2(_mm512_set1_ps(s.reference[row] - top));
   float* sums = s.sums + row * kLanes;
   _mm512_store_ps(sums, _mm512_mul_ps(_mm512_load_ps(sums), factor));
-  for (float *out = s.out + row * s.width, *end = out + s.width; out < end; out += kLanes)
+  for (float *out = s.out + row * s.value_width, *end = out + s.value_width; out < end; out += kLanes)
     _mm512_store_ps(out, _mm512_mul_ps(_mm512_load_ps(out), factor));
   s.reference[row] = top;
   s.limit[row] = (top + kSlack) / s.scale;
@@ -175,15 +178,15 @@ inline void score(const Scratch& s, int64_t row, Scores<R>& x) {
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < kVectors; ++c) x[r][c] = _mm512_setzero_ps();
-  const bf16* query = s.query + row * s.width;
+  const bf16* query = s.query + row * s.key_width;
   const bf16* keys = s.keys;
-  for (int64_t d = 0; d < s.head_dim; d += 2, query += 2, keys += 2 * kBlock) {
+  for (int64_t d = 0; d < s.key_dim; d += 2, query += 2, keys += 2 * kBlock) {
     __m512bh k[kVectors];
 #pragma GCC unroll 4
     for (int c = 0; c < kVectors; ++c) k[c] = pairs(keys + c * 2 * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const __m512bh q = repeated_pair(query + r * s.width);
+      const __m512bh q = repeated_pair(query + r * s.key_width);
 #pragma GCC unroll 4
       for (int c = 0; c < kVectors; ++c) x[r][c] = _mm512_dpbf16_ps(x[r][c], q, k[c]);
     }
@@ -196,16 +199,16 @@ inline void score_unpacked(const Scratch& s, const Block& block, const Block& ne
   constexpr int kSums = R == 1 ? 4 : R == 2 ? 2 : 1;  // Several sums per row hide the latency of additions.
   for (int c = 0; c * kLanes < num_keys; ++c) {
     __m512 sums[R][kSums] = {};
-    for (int64_t d = 0; d < s.head_dim; d += 32) {
+    for (int64_t d = 0; d < s.key_dim; d += 32) {
       __m512i k[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) prefetch(next.key[c * kLanes + i], d, 2 * kLanes);
-      load_pairs(block.key + c * kLanes, d, s.head_dim, k);
+      load_pairs(block.key + c * kLanes, d, s.key_dim, k);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i)
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const __m512bh q = repeated_pair(s.query + r * s.width + d + 2 * i);
+          const __m512bh q = repeated_pair(s.query + r * s.key_width + d + 2 * i);
           sums[r][i % kSums] = _mm512_dpbf16_ps(sums[r][i % kSums], q, (__m512bh)k[i]);
         }
     }
@@ -257,13 +260,13 @@ inline void weigh(const Scratch& s, int64_t row, const int* seen, bool all_seen,
 template <int R, int C>
 void add_values(const Scratch& s, int64_t row, int64_t first, int num_keys) {
   __m512 x[R][C];
-  float* out = s.out + row * s.width + first;
+  float* out = s.out + row * s.value_width + first;
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) x[r][c] = _mm512_load_ps(out + r * s.width + c * kLanes);
+    for (int c = 0; c < C; ++c) x[r][c] = _mm512_load_ps(out + r * s.value_width + c * kLanes);
   const bf16* values = s.values + first * 2;
-  for (int i = 0; i < num_keys; i += 2, values += 2 * s.width) {
+  for (int i = 0; i < num_keys; i += 2, values += 2 * s.value_width) {
     __m512bh v[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) v[c] = pairs(values + c * 2 * kLanes);
@@ -277,24 +280,24 @@ void add_values(const Scratch& s, int64_t row, int64_t first, int num_keys) {
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) _mm512_store_ps(out + r * s.width + c * kLanes, x[r][c]);
+    for (int c = 0; c < C; ++c) _mm512_store_ps(out + r * s.value_width + c * kLanes, x[r][c]);
 }
 
 // Weighted sums with values read in place, for all rows of a small tile and all dims.
 template <int R>
 void add_values_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys) {
-  for (int64_t first = 0; first < s.head_dim; first += 2 * kLanes) {
+  for (int64_t first = 0; first < s.value_dim; first += 2 * kLanes) {
     __m512 x[R][2];
     float* out = s.out + first;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-      for (int c = 0; c < 2; ++c) x[r][c] = _mm512_load_ps(out + r * s.width + c * kLanes);
+      for (int c = 0; c < 2; ++c) x[r][c] = _mm512_load_ps(out + r * s.value_width + c * kLanes);
     for (int i = 0; i < num_keys; i += 2) {
       __m512i v[2];
       prefetch(next.value[i], first, 2 * kLanes);
       prefetch(next.value[i + 1], first, 2 * kLanes);
-      interleave(block.value + i, first, s.head_dim, v);
+      interleave(block.value + i, first, s.value_dim, v);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const __m512bh w = repeated_pair(s.weights + r * kBlock + i);
@@ -305,7 +308,7 @@ void add_values_unpacked(const Scratch& s, const Block& block, const Block& next
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-      for (int c = 0; c < 2; ++c) _mm512_store_ps(out + r * s.width + c * kLanes, x[r][c]);
+      for (int c = 0; c < 2; ++c) _mm512_store_ps(out + r * s.value_width + c * kLanes, x[r][c]);
   }
 }
 
@@ -318,8 +321,8 @@ void attend_packed(const Scratch& s, int64_t row, const int* seen) {
   score<R>(s, row, x);
   weigh<R>(s, row, seen, *std::min_element(seen, seen + R) == kBlock, x);
   int64_t first = 0;
-  for (; first + 4 * kLanes <= s.width; first += 4 * kLanes) add_values<R, 4>(s, row, first, most);
-  if (first < s.width) add_values<R, 2>(s, row, first, most);
+  for (; first + 4 * kLanes <= s.value_width; first += 4 * kLanes) add_values<R, 4>(s, row, first, most);
+  if (first < s.value_width) add_values<R, 2>(s, row, first, most);
 }
 
 // Process a block's keys and values for a tile of R rows.
@@ -340,9 +343,9 @@ void attend_block(const Scratch& s, int64_t num_rows, const Block& block, const 
     case 4: return attend_few<4>(s, block, next, seen);
     case kFewRows: return attend_few<kFewRows>(s, block, next, seen);
   }
-  pack_keys(block, s.head_dim, s.keys);
-  pack_values(block, *std::max_element(seen, seen + num_rows), s.head_dim, s.width, s.values);
-  prefetch_keys(next, 0, kBlock, s.head_dim);
+  pack_keys(block, s.key_dim, s.keys);
+  pack_values(block, *std::max_element(seen, seen + num_rows), s.value_dim, s.value_width, s.values);
+  prefetch_keys(next, 0, kBlock, s.key_dim, s.value_dim);
   for (int64_t row = 0; row < num_rows; row += kRows) attend_packed<kRows>(s, row, seen + row);
 }
 

@@ -21,29 +21,32 @@ constexpr int kPanel = kColumns * kLanes;            // Rows per panel.
 constexpr int kRepeated = kRegisters == 32 ? 8 : 4;  // Keys or dims per product; they fill the registers.
 constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // Rows of a small tile that share one read of a block.
 constexpr int kFewRows = 24;                         // More rows form a panel, even if it is not full.
-static_assert(kTileRows % kPanel == 0 && kFewRows % kAtOnce == 0 && kPairs % kRepeated == 0 && kBlock % kPairs == 0);
+static_assert(kTileRows % kPanel == 0 && kTileRows / 4 >= kPanel && kFewRows % kAtOnce == 0 && kPairs % kRepeated == 0 && kBlock % kPairs == 0);
 
 // State of a tile.
 struct Scratch {
-  int64_t head_dim, width, stride;
+  int64_t key_dim, value_dim, key_width, value_width;  // Widths: dims rounded up to full Pairs.
+  int64_t key_stride, value_stride;                    // They spread a column over cache sets.
+  int64_t rows;                                        // Maximum number of rows.
   float scale;
   Memory memory;
   float *query, *keys, *values, *weights, *out, *sums, *reference, *row;
 
-  Scratch(int64_t dims, float factor)
-      : head_dim(dims), width(round_up(dims, kPairs)), stride(width + 16),  // Spreads a column over cache sets.
-        scale(float(M_LOG2E) * factor),
-        memory(4 * (2 * kTileRows * width + 2 * kBlock * stride + kBlock * (kPanel + kFewRows) + width +
-                    kTileRows + kFewRows * kLanes + kTileRows)) {
+  Scratch(int64_t keys_dim, int64_t values_dim, float factor)
+      : key_dim(keys_dim), value_dim(values_dim), key_width(round_up(keys_dim, kPairs)),
+        value_width(round_up(values_dim, kPairs)), key_stride(key_width + 16), value_stride(value_width + 16),
+        rows(tile_rows(4 * (key_width + value_width), kPanel)), scale(float(M_LOG2E) * factor),
+        memory(4 * (rows * (key_width + value_width) + kBlock * (key_stride + value_stride) +
+                    kBlock * (kPanel + kFewRows) + value_width + 2 * rows + kFewRows * kLanes) + 8 * 64) {
     if (!memory) return;
-    query = memory.take<float>(kTileRows * width), out = memory.take<float>(kTileRows * width);
-    keys = memory.take<float>(kBlock * stride), values = memory.take<float>(kBlock * stride);
-    weights = memory.take<float>(kBlock * (kPanel + kFewRows)), row = memory.take<float>(width);
-    sums = memory.take<float>(kTileRows + kFewRows * kLanes), reference = memory.take<float>(kTileRows);
+    query = memory.take<float>(rows * key_width), out = memory.take<float>(rows * value_width);
+    keys = memory.take<float>(kBlock * key_stride), values = memory.take<float>(kBlock * value_stride);
+    weights = memory.take<float>(kBlock * (kPanel + kFewRows)), row = memory.take<float>(value_width);
+    sums = memory.take<float>(rows + kFewRows * kLanes), reference = memory.take<float>(rows);
   }
 
-  // Index of dim d in a row's query and sum, in a tile with num_rows rows.
-  int64_t index(int64_t row, int64_t d, int64_t num_rows) const {
+  // Index of dim d in a row's query or sum of this width, in a tile with num_rows rows.
+  int64_t index(int64_t row, int64_t d, int64_t num_rows, int64_t width) const {
     const int64_t at_once = num_rows > kFewRows ? kPanel : std::min<int64_t>(num_rows, kAtOnce);
     const int64_t p = pairs_index<Element>(d);
     const int64_t group = row / at_once * at_once * width, mine = row % at_once;
@@ -59,18 +62,18 @@ inline int64_t padded(int64_t num_rows) {
 
 // Begin a tile of `num_rows` rows, padded.
 void clear(const Scratch& s, int64_t num_rows) {
-  std::fill_n(s.out, num_rows * s.width, 0.0f);
+  std::fill_n(s.out, num_rows * s.value_width, 0.0f);
   std::fill_n(s.sums, num_rows > kFewRows ? num_rows : num_rows * kLanes, 0.0f);
   std::fill_n(s.reference, num_rows, kUnset);
 }
 
 void read_query(const Scratch& s, int64_t row, int64_t num_rows, const Element* from) {
-  for (int64_t d = 0; d < s.width; ++d)
-    s.query[s.index(row, d, num_rows)] = d < s.head_dim ? as_float(from[d]) * s.scale : 0.0f;
+  for (int64_t d = 0; d < s.key_width; ++d)
+    s.query[s.index(row, d, num_rows, s.key_width)] = d < s.key_dim ? as_float(from[d]) * s.scale : 0.0f;
 }
 
 Found found(const Scratch& s, int64_t row, int64_t num_rows) {
-  for (int64_t d = 0; d < s.head_dim; ++d) s.row[d] = s.out[s.index(row, d, num_rows)];
+  for (int64_t d = 0; d < s.value_dim; ++d) s.row[d] = s.out[s.index(row, d, num_rows, s.value_width)];
   return {s.row, num_rows > kFewRows ? s.sums[row] : sum_of(at(s.sums + row * kLanes)), s.reference[row]};
 }
 
@@ -110,7 +113,7 @@ void rebase_lanes(float* reference, float* sums, float* out, int64_t width, vec 
 
 // Weights of a panel's rows from their scores with num_keys keys. Row r sees the first seen[r] keys.
 void weigh_panel(const Scratch& s, int64_t row, const int* seen, int num_keys) {
-  float* out = s.out + row * s.width;
+  float* out = s.out + row * s.value_width;
   const bool all_seen = *std::min_element(seen, seen + kPanel) >= num_keys;
   for (int c = 0; c < kPanel; c += kLanes) {
     ints mine;
@@ -121,7 +124,7 @@ void weigh_panel(const Scratch& s, int64_t row, const int* seen, int num_keys) {
       if (!all_seen) x = mine > i ? x : all(kHidden);
       top = largest(x, top);
     }
-    rebase_lanes(s.reference + row + c, s.sums + row + c, out + c, s.width, top);
+    rebase_lanes(s.reference + row + c, s.sums + row + c, out + c, s.value_width, top);
     const vec reference = at(s.reference + row + c);
     vec sum = at(s.sums + row + c);
     for (int i = 0; i < num_keys; ++i) {
@@ -135,12 +138,12 @@ void weigh_panel(const Scratch& s, int64_t row, const int* seen, int num_keys) {
 void attend_panel(const Scratch& s, int64_t row, const int* seen) {
   const int num_keys = *std::max_element(seen, seen + kPanel);
   if (num_keys == 0) return;
-  const float* query = s.query + row * s.width;
+  const float* query = s.query + row * s.key_width;
   for (int i = 0; i < num_keys; i += kRepeated)
-    product<false>(s.keys + i * s.stride, s.stride, 1, query, s.width, s.weights + i * kPanel);
+    product<false>(s.keys + i * s.key_stride, s.key_stride, 1, query, s.key_width, s.weights + i * kPanel);
   weigh_panel(s, row, seen, num_keys);
-  for (int64_t d = 0; d < s.width; d += kRepeated)
-    product<true>(s.values + d, 1, s.stride, s.weights, num_keys, s.out + row * s.width + d * kPanel);
+  for (int64_t d = 0; d < s.value_width; d += kRepeated)
+    product<true>(s.values + d, 1, s.value_stride, s.weights, num_keys, s.out + row * s.value_width + d * kPanel);
 }
 
 // Scores of R rows of a small tile, as [row][key].
@@ -150,9 +153,9 @@ void score(const Scratch& s, const float* query, const Block& block, const Block
     vec products[R][kLanes];
     for (int i = first; i < first + kLanes; ++i) {
       vec x[R] = {};
-      for (int64_t d = 0; d < s.head_dim; d += kPairs) {
+      for (int64_t d = 0; d < s.key_dim; d += kPairs) {
         prefetch(next.key[i], d, kPairs);
-        const Pairs k = load(block.key[i] + d, s.head_dim - d);
+        const Pairs k = load(block.key[i] + d, s.key_dim - d);
         const float* q = query + d * R;
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) x[r] += k.even * at(q + r * kLanes);
@@ -169,7 +172,7 @@ void score(const Scratch& s, const float* query, const Block& block, const Block
 // Weights of the r-th of R rows of a small tile from its scores. The row sees the first `seen` keys.
 template <int R>
 void weigh(const Scratch& s, int64_t row, int r, int seen, int num_keys) {
-  float *weights = s.weights + r * kBlock, *out = s.out + row * s.width + r * kLanes;
+  float *weights = s.weights + r * kBlock, *out = s.out + row * s.value_width + r * kLanes;
   float &reference = s.reference[row + r];
   vec& sum = at(s.sums + (row + r) * kLanes);
   const int end = int(round_up(num_keys, kLanes));
@@ -180,7 +183,7 @@ void weigh(const Scratch& s, int64_t row, int r, int seen, int num_keys) {
     const vec factor = exp2<Element>(all(reference - largest_of(top)));
     reference = largest_of(top);
     sum *= factor;
-    for (int64_t d = 0; d < s.width; d += kLanes) at(out + d * R) *= factor;
+    for (int64_t d = 0; d < s.value_width; d += kLanes) at(out + d * R) *= factor;
   }
   for (int i = 0; i < end; i += kLanes) sum += at(weights + i) = exp2<Element>(at(weights + i) - reference);
 }
@@ -188,13 +191,13 @@ void weigh(const Scratch& s, int64_t row, int r, int seen, int num_keys) {
 // Add the weighted values of num_keys keys to the sums of R rows of a small tile.
 template <int R>
 void add_values(const Scratch& s, float* out, const Block& block, const Block& next, int num_keys) {
-  for (int64_t d = 0; d < s.head_dim; d += kPairs, out += R * kPairs) {
+  for (int64_t d = 0; d < s.value_dim; d += kPairs, out += R * kPairs) {
     vec x[2 * R];
 #pragma GCC unroll 16
     for (int r = 0; r < 2 * R; ++r) x[r] = at(out + r * kLanes);
     for (int i = 0; i < num_keys; ++i) {
       prefetch(next.value[i], d, kPairs);
-      const Pairs v = load(block.value[i] + d, s.head_dim - d);
+      const Pairs v = load(block.value[i] + d, s.value_dim - d);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const float weight = s.weights[r * kBlock + i];
@@ -210,14 +213,14 @@ template <int R>
 void attend_few(const Scratch& s, int64_t row, const Block& block, const Block& next, const int* seen) {
   const int num_keys = *std::max_element(seen, seen + R);
   if (num_keys == 0) return;
-  score<R>(s, s.query + row * s.width, block, next, num_keys);
+  score<R>(s, s.query + row * s.key_width, block, next, num_keys);
   for (int r = 0; r < R; ++r) weigh<R>(s, row, r, seen[r], num_keys);
-  add_values<R>(s, s.out + row * s.width, block, next, num_keys);
+  add_values<R>(s, s.out + row * s.value_width, block, next, num_keys);
 }
 
-void widen(const Element* from, int64_t head_dim, float* to) {
-  for (int64_t d = 0; d < head_dim; d += kPairs) {
-    const Pairs x = load(from + d, head_dim - d);
+void widen(const Element* from, int64_t dims, float* to) {
+  for (int64_t d = 0; d < dims; d += kPairs) {
+    const Pairs x = load(from + d, dims - d);
     at(to + d) = x.even, at(to + d + kLanes) = x.odd;
   }
 }
@@ -232,11 +235,11 @@ void attend_block(const Scratch& s, int64_t num_rows, const Block& block, const 
     return;
   }
   for (int i = 0; i < kBlock; ++i) {
-    widen(block.key[i], s.head_dim, s.keys + i * s.stride);
-    widen(block.value[i], s.head_dim, s.values + i * s.stride);
+    widen(block.key[i], s.key_dim, s.keys + i * s.key_stride);
+    widen(block.value[i], s.value_dim, s.values + i * s.value_stride);
   }
   for (int64_t row = 0; row < num_rows; row += kPanel) {
-    prefetch_keys(next, row * kBlock / num_rows, (row + kPanel) * kBlock / num_rows, s.head_dim);
+    prefetch_keys(next, row * kBlock / num_rows, (row + kPanel) * kBlock / num_rows, s.key_dim, s.value_dim);
     attend_panel(s, row, seen + row);
   }
 }

@@ -19,7 +19,7 @@ NUM_ITEM_FIELDS = 7
 
 _FIELDS = (
     *("query", "key", "value", "out", "lse", "tables", "items", "next_tile"),
-    *("num_items", "page_size", "kv_heads", "groups", "head_dim", "query_stride", "query_head_stride"),
+    *("num_items", "page_size", "kv_heads", "groups", "key_dim", "value_dim", "query_stride", "query_head_stride"),
     *(f"{what}_{axis}_stride" for what in ("key", "value") for axis in ("page", "head", "slot")),
 )
 _LEAST_SHARED = 1 << 17
@@ -86,7 +86,8 @@ class Library:
         *,
         scale: float,
     ) -> None:
-        """Merge attention of ``query [tokens, heads, D]`` over ``key`` and ``value [page, H, slot, D]`` into a partial.
+        """Merge attention of ``query [tokens, heads, D]`` over ``key [page, H, slot, D]`` and ``value [page, H, slot, V]``
+        into a partial.
 
         ``items [n, 7]`` are rows of Item in attention.h, no two of which have a query in common. ``tables`` holds
         their page numbers. Both are int64. Indices are not checked against the tensors' sizes. Elements of a head must
@@ -99,12 +100,12 @@ class Library:
             assert x.shape[-1] <= MOST_DIMS, f"head size {x.shape[-1]} is above {MOST_DIMS}"
             assert x.stride(-1) == 1, f"strides {x.stride()}"
         assert scale > 0, f"scale {scale} is not positive"
-        num_heads, num_kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
+        num_heads, num_kv_heads = query.shape[1], key.shape[1]
         next_tile = ctypes.c_int64(0)
         arguments = _Arguments(
             *(x.data_ptr() for x in (query, key, value, out, lse, tables, items)),
             ctypes.addressof(next_tile),
-            *(len(items), page_size, num_kv_heads, num_heads // num_kv_heads, head_dim),
+            *(len(items), page_size, num_kv_heads, num_heads // num_kv_heads, query.shape[2], value.shape[3]),
             *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
             scale,
         )

@@ -61,7 +61,10 @@ def by_definition(
 
 
 class Pages:
-    """Requests in the pages of one pool, whose other slots are NaN. ``gap`` dims separate the rows of two heads."""
+    """Requests in the pages of one pool, whose other slots are NaN. ``gap`` dims separate the rows of two heads.
+
+    With ``value_dim``, values are the first elements of their keys.
+    """
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class Pages:
         page_size: int,
         gap: int = 0,
         seed: int = 1,
+        value_dim: int | None = None,
     ) -> None:
         counts = [-(-length // page_size) for length in lengths]
         pool = kv_pool(sum(counts) + 1, kv_heads, 2, page_size, head_dim + gap, dtype)
@@ -80,11 +84,16 @@ class Pages:
         self.views = key_pages, value_pages
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed))
         self.tables = torch.split(order, counts)
-        self.kv = [draw(dtype, seed + number, length, 2, kv_heads, head_dim) for number, length in enumerate(lengths)]
-        for table, kv in zip(self.tables, self.kv, strict=True):
-            for position in range(len(kv)):
-                for view, rows in zip(self.views, kv[position], strict=True):
+        kv = [draw(dtype, seed + number, length, 2, kv_heads, head_dim) for number, length in enumerate(lengths)]
+        for table, each in zip(self.tables, kv, strict=True):
+            for position in range(len(each)):
+                for view, rows in zip(self.views, each[position], strict=True):
                     view[table[position // page_size], :, position % page_size] = rows
+        self.kv = [(each[:, 0], each[:, 1]) for each in kv]
+        """Keys and values of each request, ``[tokens, heads, dim]``."""
+        if value_dim is not None:
+            self.views = key_pages, key_pages[..., :value_dim]
+            self.kv = [(key, key[..., :value_dim]) for key, _ in self.kv]
 
 
 @st.composite
@@ -101,7 +110,7 @@ def some_runs(draw: st.DrawFn) -> tuple[list[Run], list[int]]:
 @settings(deadline=None, max_examples=40)
 @given(
     some_runs(),
-    st.sampled_from([64, 80, 96, 128, 256, 8, 33]),
+    st.sampled_from([(64, None), (80, 64), (96, None), (128, 32), (256, None), (8, None), (33, 7), (576, 512)]),
     st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 3), (1, 8), (1, 7)]),
     st.sampled_from([16, 64, 128, 5]),
     st.sampled_from([0, 1, 64]),
@@ -111,22 +120,23 @@ def test_runs_over_pages(
     native: AttentionBackend,
     dtype: torch.dtype,
     case: tuple[list[Run], list[int]],
-    head_dim: int,
+    dims: tuple[int, int | None],
     heads: tuple[int, int],
     page_size: int,
     gap: int,
     seed: int,
 ) -> None:
     runs, lengths = case
-    pages = Pages(dtype, lengths, heads[0], head_dim, page_size, gap, seed)
+    head_dim, value_dim = dims
+    pages = Pages(dtype, lengths, heads[0], head_dim, page_size, gap, seed, value_dim)
     num_queries = sum(run.count for run in runs)
     query = draw(dtype, seed + 50, num_queries, heads[0] * heads[1] + 1, head_dim + gap)[:, 1:, :head_dim]
     result = native.prepare(runs, pages.tables, page_size).attend(query, *pages.views, params_for(query))
     start = 0
     for run in runs:
         mine = slice(start, start + run.count)
-        kv = pages.kv[run.request][: run.last_position + 1]
-        check_close(Partial(result.out[mine], result.lse[mine]), by_definition(query[mine], kv[:, 0], kv[:, 1], run))
+        kv = (x[: run.last_position + 1] for x in pages.kv[run.request])
+        check_close(Partial(result.out[mine], result.lse[mine]), by_definition(query[mine], *kv, run))
         start += run.count
 
 
@@ -137,13 +147,13 @@ def test_rows_that_see_nothing_of_the_last_block_keep_their_sums(
     """One key in the block before has a much larger score, and so a larger weight, than the others."""
     run, marked = Run(0, 440, 16, 1), 386
     pages = Pages(dtype, [run.last_position + 1], 1, 64, 16)
-    (kv,) = pages.kv
-    for position in range(len(kv)):
-        kv[position, 0] = score / 8 if position == marked else 0.0
-        pages.views[0][pages.tables[0][position // 16], :, position % 16] = kv[position, 0]
+    ((key, value),) = pages.kv
+    for position in range(len(key)):
+        key[position] = score / 8 if position == marked else 0.0
+        pages.views[0][pages.tables[0][position // 16], :, position % 16] = key[position]
     query = torch.ones(run.count, 1, 64, dtype=dtype)
     result = native.prepare([run], pages.tables, 16).attend(query, *pages.views, params_for(query))
-    check_close(result, by_definition(query, kv[:, 0], kv[:, 1], run))
+    check_close(result, by_definition(query, key, value, run))
 
 
 @settings(deadline=None, max_examples=25)
@@ -155,10 +165,10 @@ def test_all_queries_see_the_first_keys(
     runs = [Run(number, 3, num_queries, 1) for number in range(len(key_lens))]
     query = draw(dtype, seed + 50, num_queries * len(key_lens), 4, 64)
     result = native.prepare(runs, pages.tables, 16, key_lens).attend(query, *pages.views, params_for(query))
-    for number, kv in enumerate(pages.kv):
+    for number, (key, value) in enumerate(pages.kv):
         mine = slice(number * num_queries, (number + 1) * num_queries)
-        seen = np.ones((num_queries, len(kv)), dtype=bool)
-        expected = masked_attention(query[mine], kv[:, 0], kv[:, 1], seen)
+        seen = np.ones((num_queries, len(key)), dtype=bool)
+        expected = masked_attention(query[mine], key, value, seen)
         check_close(Partial(result.out[mine], result.lse[mine]), expected)
 
 
@@ -242,5 +252,5 @@ def test_no_runs_yield_no_rows(native: AttentionBackend, dtype: torch.dtype) -> 
     pages = Pages(dtype, [3], 1, 64, 16)
     query = draw(dtype, 0, 0, 2, 64)
     paged = native.prepare([], [], 16).attend(query, *pages.views, params_for(query))
-    rows = native.prepare_rows([], []).attend(query, pages.kv[0][:, 0], pages.kv[0][:, 1], params_for(query))
+    rows = native.prepare_rows([], []).attend(query, *pages.kv[0], params_for(query))
     assert paged.out.shape == rows.out.shape == (0, 2, 64)
