@@ -25,13 +25,14 @@ class Series:
     def slope(self, warm_up_s: float, least_s: float) -> float | None:
         """Return the growth in MiB per minute after the warm-up, or None if the process is too young.
 
-        What counts is the least memory of each tenth of the time, which is what the process keeps after bursts.
+        What counts is the least memory of each fifth of the time, which is what the process keeps after bursts.
         """
         kept = [point for point in self.points if point[0] >= self.points[0][0] + warm_up_s]
         if not kept or kept[-1][0] - kept[0][0] < max(least_s, 120.0):
             return None
-        tenth_s = (kept[-1][0] - kept[0][0]) / 10
-        return 60 * linear_regression(*zip(*_least(kept, tenth_s), strict=True)).slope
+        fifth_s = (kept[-1][0] - kept[0][0]) / 5
+        # The last point would be an interval of its own, in which a burst counts in full.
+        return 60 * linear_regression(*zip(*_least(kept[:-1], fifth_s), strict=True)).slope
 
     @property
     def least_mib(self) -> list[int]:

@@ -86,8 +86,7 @@ class Library:
         *,
         scale: float,
     ) -> None:
-        """Merge attention of ``query [tokens, heads, D]`` over ``key [page, H, slot, D]`` and ``value [page, H, slot, V]``
-        into a partial.
+        """Merge into a partial the attention of ``query [tokens, heads, D]`` over ``key`` and ``value [page, H, slot, dim]``.
 
         ``items [n, 7]`` are rows of Item in attention.h, no two of which have a query in common. ``tables`` holds
         their page numbers. Both are int64. Indices are not checked against the tensors' sizes. Elements of a head must
