@@ -86,7 +86,7 @@ class Library:
         *,
         scale: float,
     ) -> None:
-        """Merge into a partial the attention of ``query [tokens, heads, D]`` over ``key`` and ``value [page, H, slot, dim]``.
+        """Merge into a partial attention of ``query [tokens, heads, D]`` to ``key`` and ``value [page, H, slot, dim]``.
 
         ``items [n, 7]`` are rows of Item in attention.h, no two of which have a query in common. ``tables`` holds
         their page numbers. Both are int64. Indices are not checked against the tensors' sizes. Elements of a head must
