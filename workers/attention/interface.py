@@ -12,6 +12,7 @@ from torch import Tensor
 
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
+from workers.attention.selection import Chosen, IndexQueries, Selected
 from workers.device import Device
 
 
@@ -137,3 +138,19 @@ class AttentionBackend(Protocol):
 
     def prepare_graph(self, shape: GraphShape) -> GraphAttention | None:
         """Return attention that a CUDA graph can capture. None if this backend does not support capture."""
+
+    def best_keys(
+        self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
+    ) -> Chosen:
+        """Return the best keys of some queries of one request, by number: all visible ones, or ``top_k``.
+
+        ``keys [page, 1, slot, dim]`` are the indexer's, ``table`` holds the request's page numbers, int64, and query i
+        sees the first ``num_visible[i]`` keys, in ascending order. Of equal scores, the first ones are best.
+        """
+
+    def attend_selected(self, query: Tensor, keys: Tensor, selected: Selected, scale: float, value_dim: int) -> Partial:
+        """Return attention of ``query [queries, heads, D]``, each to keys of its own, in fp32.
+
+        The values are the first ``value_dim`` elements of ``keys [page, 1, slot, D]``. A query's keys that do not count
+        come last.
+        """

@@ -4,7 +4,9 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.attention.interface import (
@@ -14,7 +16,9 @@ from workers.attention.interface import (
     RowAttention,
     StepAttention,
 )
+from workers.attention.merge import Partial
 from workers.attention.runs import Run
+from workers.attention.selection import Chosen, IndexQueries, Selected
 
 _PROMPT = [Run(0, 1792, 256, 1)]
 _DECODE = [Run(request, 1023, 1, 1) for request in range(4)]
@@ -41,6 +45,14 @@ class ByQueries:
 
     def prepare_graph(self, shape: GraphShape) -> None:
         """Return None, since a CPU has no graphs."""
+
+    def best_keys(
+        self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
+    ) -> Chosen:
+        return self._prompts.best_keys(index, keys, table, num_visible, top_k)
+
+    def attend_selected(self, query: Tensor, keys: Tensor, selected: Selected, scale: float, value_dim: int) -> Partial:
+        return self._prompts.attend_selected(query, keys, selected, scale, value_dim)
 
 
 def find_fastest(

@@ -5,20 +5,22 @@ from itertools import accumulate, chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.attention.interface import AttentionParams, GraphShape, RowAttention, StepAttention
 from workers.attention.merge import Partial, empty_partial
 from workers.attention.runs import Piece, Run, paged_pieces, row_pieces
+from workers.attention.selection import Chosen, IndexQueries, Selected, TorchSelection
 from workers.native.compile import Compiler
-from workers.native.library import NUM_ITEM_FIELDS, Library
+from workers.native.library import MOST_INDEX_HEADS, NUM_ITEM_FIELDS, Library
 
 _ONE_PAGE = 1 << 62
 """Page size so large that keys stored in rows all lie in one page."""
 _FIRST_PAGE = torch.zeros(1, dtype=torch.int64)
 
 
-class NativeAttention:
+class NativeAttention(TorchSelection):
     """Attention that neither copies keys nor merges within a run. Stateless. It uses as many threads as torch does."""
 
     def __init__(self, compiler: Compiler | None = None) -> None:
@@ -40,6 +42,31 @@ class NativeAttention:
 
     def prepare_graph(self, shape: GraphShape) -> None:
         """Return None, since a CPU has no graphs."""
+
+    def best_keys(
+        self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
+    ) -> Chosen:
+        if index.q.shape[1] > MOST_INDEX_HEADS:
+            return super().best_keys(index, keys, table, num_visible, top_k)
+        assert int(num_visible[-1]) <= len(table) * keys.shape[2], f"{num_visible[-1]} keys in {len(table)} pages"
+        query, weights = index.q.to(keys.dtype), index.weights.contiguous()
+        most = min(top_k, int(num_visible[-1]))
+        return Chosen(*self._library.select(query, weights, keys, table, torch.from_numpy(num_visible), most))
+
+    def attend_selected(self, query: Tensor, keys: Tensor, selected: Selected, scale: float, value_dim: int) -> Partial:
+        """Let each query's keys be pages of one key. Their numbers in the table are offsets in elements."""
+        page_stride, _, slot_stride, _ = keys.stride()
+        pages, slots = selected.slots // keys.shape[2], selected.slots % keys.shape[2]
+        offsets = (pages * page_stride + slots * slot_stride).flatten()
+        counts, width = selected.is_seen.sum(-1), selected.slots.shape[1]
+        items = torch.zeros(len(query), NUM_ITEM_FIELDS, dtype=torch.int64)
+        items[:, 0], items[:, 1] = torch.arange(len(query)), 1
+        items[:, 2] = torch.arange(len(query)) * width
+        items[:, 4], items[:, 5], items[:, 6] = counts, counts - 1, 1
+        key = keys.as_strided((1, 1, 1, keys.shape[-1]), (1, 1, 1, 1))
+        result = empty_partial(query, value_dim)
+        self._library.attend(items[counts > 0], offsets, 1, query, key, key[..., :value_dim], *result, scale=scale)
+        return Partial(result.out.float(), result.lse)
 
 
 class _NativeStep:

@@ -4,12 +4,17 @@ The choice is exact: of keys with equal scores, those at lower positions are cho
 tiles, chunks, batches or ranks, except as far as they change the rounding of a score.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.attention.limits import MOST_SCORED, MOST_SELECTED
 from workers.attention.merge import Partial
+from workers.device import device_of
 
 _FINITE = torch.finfo(torch.float32)
 
@@ -36,6 +41,60 @@ class Chosen(NamedTuple):
     """``[queries, keys]`` fp32. -inf for a key that does not count."""
     keys: Tensor
     """``[queries, keys]`` int64: numbers, or positions, of the keys."""
+
+
+class Selected(NamedTuple):
+    """Keys that some queries use, ``[queries, n]`` each."""
+
+    slots: Tensor
+    """Slots of the keys, page * page_size + slot in the page, int64."""
+    is_seen: Tensor
+    """Bool. False where a query uses fewer than n keys."""
+
+
+class TorchSelection:
+    """Selection in plain torch, on any device, a tile of keys or a few queries at a time."""
+
+    def best_keys(
+        self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
+    ) -> Chosen:
+        """See ``AttentionBackend``."""
+        visible = device_of(keys).put(torch.from_numpy(num_visible))[:, None]
+        best = Chosen(index.weights.new_empty(len(visible), 0), visible.new_empty(len(visible), 0))
+        widest = max(index.weights.numel(), keys.shape[-1])
+        for begin, tile in _tiles(keys, table, int(num_visible[-1]), MOST_SCORED // widest):
+            numbers = torch.arange(begin, begin + len(tile), device=keys.device)
+            scores = index_scores(index, tile)
+            if begin + len(tile) > num_visible[0]:
+                scores.masked_fill_(numbers >= visible, -torch.inf)
+            both = zip(best, (scores, numbers.expand_as(scores)), strict=True)
+            best = best_keys(Chosen(*(torch.cat(pair, dim=1) for pair in both)), top_k)
+        return best
+
+    def attend_selected(self, query: Tensor, keys: Tensor, selected: Selected, scale: float, value_dim: int) -> Partial:
+        """See ``AttentionBackend``."""
+        page_size = keys.shape[2]
+        step = max(MOST_SELECTED // max(selected.slots.shape[1] * query.shape[-1], 1), 1)
+        parts = []
+        for first in range(0, len(query), step):
+            slots, is_seen = (x[first : first + step] for x in selected)
+            rows = keys[:, 0][slots // page_size, slots % page_size].float()
+            # A slot that no query sees may hold NaN, which no weight can hide.
+            rows.masked_fill_(~is_seen[..., None], 0.0)
+            parts.append(attend_rows(query[first : first + step], rows, is_seen, scale, value_dim))
+        return Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+def _tiles(keys: Tensor, table: Tensor, num_keys: int, most_keys: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield tiles ``[n, dim]`` of a request's first keys, each with the number of its first key.
+
+    A tile has at most ``most_keys`` keys, or one page.
+    """
+    page_size = keys.shape[2]
+    num_pages = max(most_keys // page_size, 1)
+    for begin in range(0, num_keys, num_pages * page_size):
+        rows = keys[:, 0].index_select(0, table[begin // page_size :][:num_pages]).flatten(0, 1)
+        yield begin, rows[: num_keys - begin]
 
 
 def index_scores(index: IndexQueries, keys: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from workers.attention.interface import AttentionParams, GraphShape
 from workers.attention.merge import Partial, empty_partial, merge
 from workers.attention.runs import Piece, Run, paged_pieces, pages_of, row_pieces, split_keys
+from workers.attention.selection import TorchSelection
 from workers.device import device_of
 
 MOST_KEYS = 1 << 12
@@ -138,7 +139,7 @@ def _batches(pieces: Sequence[Piece]) -> list[list[Piece]]:
     return result
 
 
-class TorchAttention:
+class TorchAttention(TorchSelection):
     """Attention in fp32. Where torch's own kernel is supported, it computes prompts in the dtype of their queries."""
 
     def prepare(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cluster.spec.kv import pages_for
+from workers.attention.interface import AttentionBackend
 from workers.attention.runs import RankRuns
 from workers.device import device_of
 from workers.engine.batch import StepBatch
@@ -21,7 +22,7 @@ class JoinedBlocks:
     Keys can only be selected when all are known, so each rank holds all keys of a layer while it attends to them.
     """
 
-    def __init__(self, batch: StepBatch, key_runs: Sequence[RankRuns]) -> None:
+    def __init__(self, backend: AttentionBackend, batch: StepBatch, key_runs: Sequence[RankRuns]) -> None:
         """Plan the pages. ``key_runs[rank]`` are the runs in a rank's block: first of prefixes, numbered by that rank,
         then of new tokens.
         """
@@ -30,7 +31,7 @@ class JoinedBlocks:
         begins = list(accumulate((pages_for(length, batch.page_size) for length in lens), initial=0))
         self.num_slots = begins[-1] * batch.page_size
         tables = device.put(torch.arange(begins[-1])).split_with_sizes([end - begin for begin, end in pairwise(begins)])
-        self.keys = SelectableKeys(batch.runs, tables, PageShare(1, (0,) * len(tables), batch.page_size))
+        self.keys = SelectableKeys(backend, batch.runs, tables, PageShare(1, (0,) * len(tables), batch.page_size))
         self.slots: list[Tensor] = []
         """Slots of the rows in each rank's block."""
         for source, runs in enumerate(key_runs):

@@ -99,7 +99,9 @@ class PassKvContext(StepContext):
 
     @cached_property
     def _joined(self) -> JoinedBlocks:
-        return JoinedBlocks(self.batch, [self._key_runs(source) for source in range(self.batch.shards.cp)])
+        return JoinedBlocks(
+            self.backend, self.batch, [self._key_runs(source) for source in range(self.batch.shards.cp)]
+        )
 
     def _key_runs(self, source: int) -> RankRuns:
         """Return the runs of the keys in a rank's block. All prefixes precede the new tokens."""
@@ -197,7 +199,7 @@ class PassQContext(StepContext):
     @cached_property
     def _selectable(self) -> SelectableKeys:
         batch = self.batch
-        return SelectableKeys(self._everything, batch.pages[0].tables, batch.share_of(batch.cp_rank))
+        return SelectableKeys(self.backend, self._everything, batch.pages[0].tables, batch.share_of(batch.cp_rank))
 
     def _are_best(self, top_k: int, own: Chosen) -> Tensor:
         """Return which of this rank's best keys are among the best of all ranks. All ranks call this together."""

@@ -4,15 +4,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from cluster.spec.kv import INDEX_PART, KvPart
+from workers.attention.limits import MOST_SCORED, MOST_SELECTED
 
 MOST_EXPANDED = 4096
 """Maximum number of stored keys that a layer expands at a time. With 16 heads of 192 + 128 elements in bf16, they take
 40 MiB.
 """
-MOST_SCORED = 1 << 22
-"""Maximum number of products of an indexer's heads, and of elements of its keys, that exist at a time, in fp32."""
-MOST_SELECTED = 1 << 22
-"""Maximum number of elements of selected rows that exist at a time, in fp32, if a single query has no more."""
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 

@@ -13,3 +13,4 @@ using Element = bf16;
 
 #include "attention.h"
 #include "elementwise.h"
+#include "select.h"

@@ -193,6 +193,21 @@ inline void score(const Scratch& s, int64_t row, Scores<R>& x) {
   }
 }
 
+// Pack a block's keys for score_packed.
+void pack_scored(const Scratch& s, const Block& block) { pack_keys(block, s.key_dim, s.keys); }
+
+constexpr int kScoredRows = kRows;
+
+// Scores of kScoredRows rows with a block's packed keys, as [row][key].
+void score_packed(const Scratch& s, int64_t row, float* to) {
+  Scores<kRows> x;
+  score<kRows>(s, row, x);
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < kVectors; ++c) _mm512_store_ps(to + r * kBlock + c * kLanes, x[r][c]);
+}
+
 // Scores with keys read in place, for few rows, where packing would cost more than it saves.
 template <int R>
 inline void score_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys, Scores<R>& x) {

@@ -225,6 +225,22 @@ void widen(const Element* from, int64_t dims, float* to) {
   }
 }
 
+// Pack a block's keys for score_packed.
+void pack_scored(const Scratch& s, const Block& block) {
+  for (int i = 0; i < kBlock; ++i) widen(block.key[i], s.key_dim, s.keys + i * s.key_stride);
+}
+
+constexpr int kScoredRows = kPanel;
+
+// Scores of kScoredRows rows with a block's packed keys, as [row][key].
+void score_packed(const Scratch& s, int64_t row, float* to) {
+  for (int i = 0; i < kBlock; i += kRepeated)
+    product<false>(s.keys + i * s.key_stride, s.key_stride, 1, s.query + row * s.key_width, s.key_width,
+                   s.weights + i * kPanel);
+  for (int r = 0; r < kPanel; ++r)
+    for (int i = 0; i < kBlock; ++i) to[r * kBlock + i] = s.weights[i * kPanel + r];
+}
+
 // Process a block for all rows of a tile. Row r sees the first seen[r] keys.
 void attend_block(const Scratch& s, int64_t num_rows, const Block& block, const Block& next, const int* seen) {
   if (num_rows == 1) return attend_few<1>(s, 0, block, next, seen);
@@ -234,10 +250,8 @@ void attend_block(const Scratch& s, int64_t num_rows, const Block& block, const 
     for (int64_t row = 0; row < num_rows; row += kAtOnce) attend_few<kAtOnce>(s, row, block, next, seen + row);
     return;
   }
-  for (int i = 0; i < kBlock; ++i) {
-    widen(block.key[i], s.key_dim, s.keys + i * s.key_stride);
-    widen(block.value[i], s.value_dim, s.values + i * s.value_stride);
-  }
+  pack_scored(s, block);
+  for (int i = 0; i < kBlock; ++i) widen(block.value[i], s.value_dim, s.values + i * s.value_stride);
   for (int64_t row = 0; row < num_rows; row += kPanel) {
     prefetch_keys(next, row * kBlock / num_rows, (row + kPanel) * kBlock / num_rows, s.key_dim, s.value_dim);
     attend_panel(s, row, seen + row);

@@ -7,3 +7,4 @@ using Element = float;
 
 #include "attention.h"
 #include "elementwise.h"
+#include "select.h"

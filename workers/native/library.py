@@ -14,6 +14,8 @@ from workers.native.compile import CannotCompileError, Compiler, compiled_librar
 
 MOST_DIMS = 1024
 """Maximum head size."""
+MOST_INDEX_HEADS = 96
+"""Maximum number of an indexer's heads: the rows of the smallest tile."""
 NUM_ITEM_FIELDS = 7
 """Number of fields of Item in attention.h."""
 
@@ -32,6 +34,15 @@ class _Arguments(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int64) for name in _FIELDS), ("scale", ctypes.c_float))
 
 
+class _Selection(ctypes.Structure):
+    """Selection struct of select.h."""
+
+    _fields_ = (
+        ("attention", _Arguments),
+        *((name, ctypes.c_int64) for name in ("weights", "visible", "scores", "keys", "top_k")),
+    )
+
+
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -46,6 +57,7 @@ class _Functions:
             return cast(Callable[..., int], function)
 
         self.attend = find("attend", _POINTER)
+        self.select = find("select", _POINTER)
         self.rms_norm = find("rms_norm", *[_POINTER] * 5, *[_SIZE] * 3, _FLOAT, *[_SIZE] * 2)
         self.rotate = find("rotate", *[_POINTER] * 5, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2)
         self.swiglu = find("swiglu", *[_POINTER] * 2, *[_SIZE] * 4)
@@ -108,9 +120,42 @@ class Library:
             *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
             scale,
         )
+        self._run_tiles(functions.attend, arguments)
+
+    def select(
+        self, query: Tensor, weights: Tensor, keys: Tensor, table: Tensor, visible: Tensor, top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and numbers of each query's best keys, ``[queries, top_k]``, fp32 and int64.
+
+        ``query [queries, heads, dim]`` are an indexer's queries, with ``weights [queries, heads]`` fp32, contiguous,
+        and ``keys [page, 1, slot, dim]`` its keys. ``table`` holds the page numbers of the request, and ``visible`` the
+        number of keys that each query sees, in ascending order, both int64. Keys that do not count have the score -inf.
+        """
+        num_queries, num_heads, dim = query.shape
+        assert num_heads <= MOST_INDEX_HEADS, f"{num_heads} heads are above {MOST_INDEX_HEADS}"
+        assert dim <= MOST_DIMS, f"head size {dim} is above {MOST_DIMS}"
+        assert query.stride(2) == keys.stride(3) == 1, f"strides {query.stride()}, {keys.stride()}"
+        assert weights.is_contiguous(), f"strides {weights.stride()}"
+        scores, numbers = (torch.empty(num_queries, top_k, dtype=dtype) for dtype in (torch.float32, torch.int64))
+        most = int(visible[-1])
+        items = torch.tensor([[0, num_queries, 0, 0, most, most - 1, 1]])
+        next_tile = ctypes.c_int64(0)
+        arguments = _Arguments(
+            *(x.data_ptr() for x in (query, keys, keys)),
+            *(0, 0, table.data_ptr(), items.data_ptr(), ctypes.addressof(next_tile)),
+            *(1, keys.shape[2], 1, num_heads, dim, 0),
+            *(*query.stride()[:2], *keys.stride()[:3], *keys.stride()[:3]),
+            1.0,
+        )
+        pointers = (x.data_ptr() for x in (weights, visible, scores, numbers))
+        self._run_tiles(self._functions_for(query, keys).select, _Selection(arguments, *pointers, top_k))
+        return scores, numbers
+
+    def _run_tiles(self, function: Callable[..., int], arguments: ctypes.Structure) -> None:
+        """Run a function that takes tiles until none is left on all threads."""
         given = ctypes.byref(arguments)
-        calls = [self._helpers.submit(functions.attend, given) for _ in range(self._num_threads - 1)]
-        if any([functions.attend(given), *(call.result() for call in calls)]):
+        calls = [self._helpers.submit(function, given) for _ in range(self._num_threads - 1)]
+        if any([function(given), *(call.result() for call in calls)]):
             raise MemoryError("out of memory for an attention tile")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

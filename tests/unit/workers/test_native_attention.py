@@ -16,6 +16,8 @@ from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial
 from workers.attention.native_backend import NativeAttention
 from workers.attention.runs import Run
+from workers.attention.selection import IndexQueries, Selected
+from workers.attention.torch_backend import TorchAttention
 from workers.native.compile import Compiler, find_compiler, runnable_kinds
 
 pytestmark = pytest.mark.native
@@ -135,8 +137,8 @@ def test_runs_over_pages(
     start = 0
     for run in runs:
         mine = slice(start, start + run.count)
-        kv = (x[: run.last_position + 1] for x in pages.kv[run.request])
-        check_close(Partial(result.out[mine], result.lse[mine]), by_definition(query[mine], *kv, run))
+        key, value = (x[: run.last_position + 1] for x in pages.kv[run.request])
+        check_close(Partial(result.out[mine], result.lse[mine]), by_definition(query[mine], key, value, run))
         start += run.count
 
 
@@ -170,6 +172,78 @@ def test_all_queries_see_the_first_keys(
         seen = np.ones((num_queries, len(key)), dtype=bool)
         expected = masked_attention(query[mine], key, value, seen)
         check_close(Partial(result.out[mine], result.lse[mine]), expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([(1, 1, 1), (70, 3, 20), (9, 64, 128), (5, 33, 7), (40, 96, 8), (1, 97, 4)]),
+    st.integers(0, 700),
+    st.sampled_from([1, 3, 60, 2000]),
+    st.sampled_from([1, 16, 64]),
+    st.integers(0, 99),
+)
+def test_the_best_keys_are_those_of_the_reference(
+    native: AttentionBackend,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    num_before: int,
+    top_k: int,
+    page_size: int,
+    seed: int,
+) -> None:
+    """Scores are small whole numbers, exact in any order of summation, and many of them are equal."""
+    num_queries, num_heads, dim = sizes
+    random = np.random.default_rng(seed)
+    num_pages = -(-(num_before + num_queries) // page_size)
+    keys = torch.from_numpy(random.integers(-1, 2, (num_pages + 1, 2, page_size, dim + 3))).to(dtype)[:, 1:, :, 3:]
+    query = torch.from_numpy(random.integers(-2, 3, (num_queries, num_heads, dim))).to(dtype)
+    weights = torch.from_numpy(random.integers(-2, 3, (num_queries, num_heads))).float()
+    visible = np.sort(random.integers(num_before, num_before + num_queries + 1, num_queries))
+    visible[-1] = max(visible[-1], 1)
+    table = torch.from_numpy(random.permutation(num_pages + 1)[:num_pages])
+    given = IndexQueries(query, weights), keys, table, visible, top_k
+    found, expected = native.best_keys(*given), TorchAttention().best_keys(*given)
+    assert torch.equal(found.scores, expected.scores)
+    is_best = found.scores > -torch.inf
+    assert torch.equal(found.keys[is_best], expected.keys[is_best])
+
+
+def test_keys_whose_scores_are_not_numbers_are_the_worst(native: AttentionBackend, dtype: torch.dtype) -> None:
+    keys = torch.ones(4, 1, 16, 8, dtype=dtype)
+    keys[0, 0, 3], keys[2, 0, 5] = torch.nan, torch.inf
+    given = IndexQueries(torch.ones(1, 2, 8, dtype=dtype), torch.ones(1, 2)), keys, torch.arange(4), np.array([64]), 63
+    found = native.best_keys(*given)
+    assert found.keys[0].tolist() == [key for key in range(64) if key != 3]
+    assert found.scores.isfinite().all()
+    assert found.scores[0].argmax() == 36
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.sampled_from([(1, 20, 16), (4, 64, 64), (8, 224, 192), (16, 40, 8), (128, 576, 512)]),
+    st.integers(1, 9),
+    st.integers(0, 300),
+    st.integers(0, 99),
+)
+def test_attention_to_selected_keys(
+    native: AttentionBackend, dtype: torch.dtype, sizes: tuple[int, int, int], num_queries: int, most: int, seed: int
+) -> None:
+    """Each query sees some of the first keys of its selection. Keys that no query sees are NaN."""
+    num_heads, dim, value_dim = sizes
+    random, page_size, num_keys = np.random.default_rng(seed), 16, 320
+    keys = torch.full((num_keys // page_size, 2, page_size, dim + 8), torch.nan, dtype=dtype)[:, 1:, :, :dim]
+    slots = torch.from_numpy(random.permuted(np.tile(np.arange(num_keys), (num_queries, 1)), axis=1)[:, :most])
+    is_seen = torch.arange(most) < torch.from_numpy(random.integers(0, most + 1, num_queries))[:, None]
+    query, rows = draw(dtype, seed, num_queries, num_heads, dim), draw(dtype, seed + 1, num_keys, dim)
+    seen = slots[is_seen]
+    keys[seen // page_size, 0, seen % page_size] = rows[seen]
+    found = native.attend_selected(query, keys, Selected(slots, is_seen), 0.1, value_dim)
+    assert found.out.dtype == torch.float32
+    for row in range(num_queries):
+        mine = rows[slots[row][is_seen[row]], None]
+        one = query[row : row + 1]
+        expected = masked_attention(one, mine, mine[..., :value_dim], np.ones((1, len(mine)), dtype=bool), 0.1)
+        check_close(Partial(found.out[row : row + 1].to(dtype), found.lse[row : row + 1]), expected)
 
 
 @settings(deadline=None, max_examples=60)

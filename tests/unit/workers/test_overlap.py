@@ -14,6 +14,7 @@ from tests.fakes.thread_group import CompletedWork
 from workers.attention.interface import AttentionBackend, AttentionParams, GraphShape, RowAttention, StepAttention
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
+from workers.attention.selection import TorchSelection
 from workers.attention.torch_backend import TorchAttention
 from workers.device import CPU
 from workers.engine.attention_context import make_context
@@ -68,7 +69,7 @@ class SilentPeers:
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionParams], Partial]
 
 
-class NotedAttention:
+class NotedAttention(TorchSelection):
     """Backend that records the attended keys."""
 
     def __init__(self, events: list[str]) -> None:

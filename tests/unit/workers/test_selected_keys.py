@@ -16,6 +16,7 @@ from tests.fakes.attention_oracle import HEAD_DIM, check_scenario
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.selection_oracle import SelectedRun, SelectedScenario
 from tests.fakes.thread_group import on_thread_ranks
+from workers.attention import selection
 from workers.attention.runs import Run
 from workers.attention.selection import (
     Chosen,
@@ -61,7 +62,8 @@ def test_every_context_attends_to_the_keys_that_a_sort_selects(
     scenario: SelectedScenario, in_background: bool, most: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selected_keys, "MOST_SCORED", most)
+        patch.setattr(selection, "MOST_SCORED", most)
+        patch.setattr(selection, "MOST_SELECTED", most)
         patch.setattr(selected_keys, "MOST_SELECTED", most)
         results = on_thread_ranks(
             scenario.cp, lambda group: SelectedRun(scenario, group).run(), in_background=in_background
@@ -156,12 +158,15 @@ def test_memory_does_not_grow_with_the_context(monkeypatch: pytest.MonkeyPatch) 
         sizes.append(index.weights.numel() * len(keys))
         return index_scores(index, keys)
 
-    monkeypatch.setattr(selected_keys, "MOST_SCORED", most)
-    monkeypatch.setattr(selected_keys, "index_scores", counted)
+    monkeypatch.setattr(selection, "MOST_SCORED", most)
+    monkeypatch.setattr(selection, "index_scores", counted)
     num_keys, page_size = 1000, 8
     keys = torch.randn(num_keys // page_size, 1, page_size, 4)
     selectable = SelectableKeys(
-        [Run(0, num_keys - 200, 200, 1)], [torch.arange(num_keys // page_size)], PageShare(1, (0,), page_size)
+        TorchAttention(),
+        [Run(0, num_keys - 200, 200, 1)],
+        [torch.arange(num_keys // page_size)],
+        PageShare(1, (0,), page_size),
     )
     selectable.select(IndexQueries(torch.randn(200, 2, 4), torch.randn(200, 2)), keys, 5)
     assert max(sizes) <= most

@@ -15,6 +15,7 @@ from tests.fakes.thread_group import on_thread_ranks
 from workers.attention.interface import AttentionParams, GraphShape
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
+from workers.attention.selection import TorchSelection
 from workers.attention.triton.backend import TritonAttention
 
 _alone = threading.Lock()
@@ -31,7 +32,7 @@ CASES = all_pairs(
 )
 
 
-class OneAtATime:
+class OneAtATime(TorchSelection):
     """Triton backend for ranks that are threads."""
 
     def prepare(
