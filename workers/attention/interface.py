@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
-from workers.attention.selection import Chosen, IndexQueries, Selected
+from workers.attention.selection import Chosen, IndexQueries
 from workers.device import Device
 
 
@@ -148,9 +148,11 @@ class AttentionBackend(Protocol):
         sees the first ``num_visible[i]`` keys, in ascending order. Of equal scores, the first ones are best.
         """
 
-    def attend_selected(self, query: Tensor, keys: Tensor, selected: Selected, scale: float, value_dim: int) -> Partial:
-        """Return attention of ``query [queries, heads, D]``, each to keys of its own, in fp32.
+    def attend_selected(
+        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, value_dim: int
+    ) -> Partial:
+        """Return attention of some queries of one request ``[queries, heads, D]``, each to keys of its own, in fp32.
 
-        The values are the first ``value_dim`` elements of ``keys [page, 1, slot, D]``. A query's keys that do not count
-        come last.
+        ``selected [queries, n]`` int32 are the keys' numbers, followed by ``NO_KEY``. The values are the first
+        ``value_dim`` elements of ``keys [page, 1, slot, D]``.
         """

@@ -18,7 +18,7 @@ from workers.attention.interface import (
 )
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
-from workers.attention.selection import Chosen, IndexQueries, Selected
+from workers.attention.selection import Chosen, IndexQueries
 
 _PROMPT = [Run(0, 1792, 256, 1)]
 _DECODE = [Run(request, 1023, 1, 1) for request in range(4)]
@@ -51,8 +51,10 @@ class ByQueries:
     ) -> Chosen:
         return self._prompts.best_keys(index, keys, table, num_visible, top_k)
 
-    def attend_selected(self, query: Tensor, keys: Tensor, selected: Selected, scale: float, value_dim: int) -> Partial:
-        return self._prompts.attend_selected(query, keys, selected, scale, value_dim)
+    def attend_selected(
+        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, value_dim: int
+    ) -> Partial:
+        return self._prompts.attend_selected(query, keys, table, selected, scale, value_dim)
 
 
 def find_fastest(

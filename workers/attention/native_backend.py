@@ -11,7 +11,7 @@ from torch import Tensor
 from workers.attention.interface import AttentionParams, GraphShape, RowAttention, StepAttention
 from workers.attention.merge import Partial, empty_partial
 from workers.attention.runs import Piece, Run, paged_pieces, row_pieces
-from workers.attention.selection import Chosen, IndexQueries, Selected, TorchSelection
+from workers.attention.selection import NO_KEY, Chosen, IndexQueries, TorchSelection
 from workers.native.compile import Compiler
 from workers.native.library import MOST_INDEX_HEADS, NUM_ITEM_FIELDS, Library
 
@@ -53,19 +53,22 @@ class NativeAttention(TorchSelection):
         most = min(top_k, int(num_visible[-1]))
         return Chosen(*self._library.select(query, weights, keys, table, torch.from_numpy(num_visible), most))
 
-    def attend_selected(self, query: Tensor, keys: Tensor, selected: Selected, scale: float, value_dim: int) -> Partial:
-        """Let each query's keys be pages of one key. Their numbers in the table are offsets in elements."""
-        page_stride, _, slot_stride, _ = keys.stride()
-        pages, slots = selected.slots // keys.shape[2], selected.slots % keys.shape[2]
-        offsets = (pages * page_stride + slots * slot_stride).flatten()
-        counts, width = selected.is_seen.sum(-1), selected.slots.shape[1]
+    def attend_selected(
+        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, value_dim: int
+    ) -> Partial:
+        """Let each query's keys be pages of one key, whose numbers are offsets in elements."""
+        page_stride, _, slot_stride, dim_stride = keys.stride()
+        in_page = torch.arange(keys.shape[2]) * slot_stride
+        offsets = (table[:, None] * page_stride + in_page).flatten()
+        num_keys, rows = (selected != NO_KEY).sum(-1), torch.arange(len(query))
         items = torch.zeros(len(query), NUM_ITEM_FIELDS, dtype=torch.int64)
-        items[:, 0], items[:, 1] = torch.arange(len(query)), 1
-        items[:, 2] = torch.arange(len(query)) * width
-        items[:, 4], items[:, 5], items[:, 6] = counts, counts - 1, 1
-        key = keys.as_strided((1, 1, 1, keys.shape[-1]), (1, 1, 1, 1))
+        items[:, 0], items[:, 1], items[:, 2] = rows, 1, rows * selected.shape[1]
+        items[:, 4], items[:, 5], items[:, 6] = num_keys, num_keys - 1, 1
+        key = keys.as_strided((1, 1, 1, keys.shape[3]), (1, 1, 1, dim_stride))
         result = empty_partial(query, value_dim)
-        self._library.attend(items[counts > 0], offsets, 1, query, key, key[..., :value_dim], *result, scale=scale)
+        self._library.attend(
+            items[num_keys > 0], offsets[selected.long()], 1, query, key, key[..., :value_dim], *result, scale=scale
+        )
         return Partial(result.out.float(), result.lse)
 
 

@@ -16,6 +16,8 @@ from workers.attention.limits import MOST_SCORED, MOST_SELECTED
 from workers.attention.merge import Partial
 from workers.device import device_of
 
+NO_KEY = -1
+"""Number in place of a key where a query uses fewer keys than others."""
 _FINITE = torch.finfo(torch.float32)
 
 
@@ -43,15 +45,6 @@ class Chosen(NamedTuple):
     """``[queries, keys]`` int64: numbers, or positions, of the keys."""
 
 
-class Selected(NamedTuple):
-    """Keys that some queries use, ``[queries, n]`` each."""
-
-    slots: Tensor
-    """Slots of the keys, page * page_size + slot in the page, int64."""
-    is_seen: Tensor
-    """Bool. False where a query uses fewer than n keys."""
-
-
 class TorchSelection:
     """Selection in plain torch, on any device, a tile of keys or a few queries at a time."""
 
@@ -71,14 +64,17 @@ class TorchSelection:
             best = best_keys(Chosen(*(torch.cat(pair, dim=1) for pair in both)), top_k)
         return best
 
-    def attend_selected(self, query: Tensor, keys: Tensor, selected: Selected, scale: float, value_dim: int) -> Partial:
+    def attend_selected(
+        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, value_dim: int
+    ) -> Partial:
         """See ``AttentionBackend``."""
         page_size = keys.shape[2]
-        step = max(MOST_SELECTED // max(selected.slots.shape[1] * query.shape[-1], 1), 1)
+        step = max(MOST_SELECTED // max(selected.shape[1] * query.shape[-1], 1), 1)
         parts = []
         for first in range(0, len(query), step):
-            slots, is_seen = (x[first : first + step] for x in selected)
-            rows = keys[:, 0][slots // page_size, slots % page_size].float()
+            numbers = selected[first : first + step].long()
+            is_seen, numbers = numbers != NO_KEY, numbers.clamp(min=0)
+            rows = keys[:, 0][table[numbers // page_size], numbers % page_size].float()
             # A slot that no query sees may hold NaN, which no weight can hide.
             rows.masked_fill_(~is_seen[..., None], 0.0)
             parts.append(attend_rows(query[first : first + step], rows, is_seen, scale, value_dim))

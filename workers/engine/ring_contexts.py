@@ -15,12 +15,12 @@ from cluster.spec.kv import pages_for
 from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial, empty_partial, merge_in_turn
 from workers.attention.runs import RankRuns, Run
-from workers.attention.selection import Chosen, IndexQueries, are_among_best
+from workers.attention.selection import NO_KEY, Chosen, IndexQueries, are_among_best
 from workers.context_parallel.exchange import HomewardPartials, gather_rows
 from workers.device import device_of
 from workers.engine.batch import StepBatch
 from workers.engine.joined_blocks import JoinedBlocks
-from workers.engine.selected_keys import NO_KEY, SelectableKeys
+from workers.engine.selected_keys import SelectableKeys
 from workers.engine.step_context import CpExchange, StepContext, work_of
 from workers.engine.step_keys import PrefixKeys, read_prefixes
 from workers.layers.attention import AttentionWork, Expand

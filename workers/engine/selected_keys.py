@@ -11,10 +11,9 @@ from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.limits import MOST_SELECTED
 from workers.attention.merge import Partial, empty_partial
 from workers.attention.runs import Run
-from workers.attention.selection import Chosen, IndexQueries, Selected
+from workers.attention.selection import NO_KEY, Chosen, IndexQueries
 from workers.engine.page_share import PageShare
 
-NO_KEY = -1
 _MOST_QUERIES = 64
 """Maximum number of queries that are scored together. The same on all ranks, which agree on the best keys of each
 block."""
@@ -65,16 +64,11 @@ class SelectableKeys:
             table = self._tables[run.request]
             for first in range(begin, begin + run.count if len(table) else begin, step):
                 rows = slice(first, min(first + step, begin + run.count))
-                chosen = self._slots(table, _dense(selected[rows]))
-                found = self._backend.attend_selected(query[rows], keys, chosen, params.scale, params.value_dim)
+                numbers = _dense(selected[rows])
+                found = self._backend.attend_selected(query[rows], keys, table, numbers, params.scale, params.value_dim)
                 for whole, part in zip(result, found, strict=True):
                     whole[rows] = part
         return result
-
-    def _slots(self, table: Tensor, selected: Tensor) -> Selected:
-        numbers = selected.clamp(min=0).long()
-        page_size = self._share.page_size
-        return Selected(table[numbers // page_size] * page_size + numbers % page_size, selected != NO_KEY)
 
 
 def _dense(selected: Tensor) -> Tensor:

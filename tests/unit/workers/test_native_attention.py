@@ -16,7 +16,7 @@ from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial
 from workers.attention.native_backend import NativeAttention
 from workers.attention.runs import Run
-from workers.attention.selection import IndexQueries, Selected
+from workers.attention.selection import NO_KEY, IndexQueries
 from workers.attention.torch_backend import TorchAttention
 from workers.native.compile import Compiler, find_compiler, runnable_kinds
 
@@ -228,19 +228,20 @@ def test_keys_whose_scores_are_not_numbers_are_the_worst(native: AttentionBacken
 def test_attention_to_selected_keys(
     native: AttentionBackend, dtype: torch.dtype, sizes: tuple[int, int, int], num_queries: int, most: int, seed: int
 ) -> None:
-    """Each query sees some of the first keys of its selection. Keys that no query sees are NaN."""
+    """Keys that no query sees are NaN."""
     num_heads, dim, value_dim = sizes
     random, page_size, num_keys = np.random.default_rng(seed), 16, 320
     keys = torch.full((num_keys // page_size, 2, page_size, dim + 8), torch.nan, dtype=dtype)[:, 1:, :, :dim]
-    slots = torch.from_numpy(random.permuted(np.tile(np.arange(num_keys), (num_queries, 1)), axis=1)[:, :most])
+    selected = torch.from_numpy(random.permuted(np.tile(np.arange(num_keys), (num_queries, 1)), axis=1)[:, :most]).int()
     is_seen = torch.arange(most) < torch.from_numpy(random.integers(0, most + 1, num_queries))[:, None]
+    table = torch.from_numpy(random.permutation(num_keys // page_size))
     query, rows = draw(dtype, seed, num_queries, num_heads, dim), draw(dtype, seed + 1, num_keys, dim)
-    seen = slots[is_seen]
-    keys[seen // page_size, 0, seen % page_size] = rows[seen]
-    found = native.attend_selected(query, keys, Selected(slots, is_seen), 0.1, value_dim)
+    seen = selected[is_seen].long()
+    keys[table[seen // page_size], 0, seen % page_size] = rows[seen]
+    found = native.attend_selected(query, keys, table, selected.masked_fill(~is_seen, NO_KEY), 0.1, value_dim)
     assert found.out.dtype == torch.float32
     for row in range(num_queries):
-        mine = rows[slots[row][is_seen[row]], None]
+        mine = rows[selected[row][is_seen[row]], None]
         one = query[row : row + 1]
         expected = masked_attention(one, mine, mine[..., :value_dim], np.ones((1, len(mine)), dtype=bool), 0.1)
         check_close(Partial(found.out[row : row + 1].to(dtype), found.lse[row : row + 1]), expected)

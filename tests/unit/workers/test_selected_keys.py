@@ -19,6 +19,7 @@ from tests.fakes.thread_group import on_thread_ranks
 from workers.attention import selection
 from workers.attention.runs import Run
 from workers.attention.selection import (
+    NO_KEY,
     Chosen,
     IndexQueries,
     are_among_best,
@@ -31,7 +32,7 @@ from workers.engine import selected_keys
 from workers.engine.page_share import PageShare
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
-from workers.engine.selected_keys import NO_KEY, SelectableKeys
+from workers.engine.selected_keys import SelectableKeys
 from workers.engine.weights import load_model
 from workers.memory.page_pool import PagePool
 from workers.parallel.collectives import Communicator
