@@ -5,11 +5,14 @@ A grammar is JSON in llguidance's format, made by ``router.preprocess.constrain`
 
 import functools
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import llguidance
 import numpy as np
@@ -22,8 +25,10 @@ from cluster.spec.errors import UserError
 _END = "<|baton: end of text|>"
 """End-of-text token that llguidance requires; never sampled."""
 
-_MAX_COMPILED = 64
-"""Maximum number of cached grammars; the least recently used one is evicted."""
+_MAX_COMPILED = 32
+_MAX_COMPILED_S = 1.0
+"""Maximum number of cached grammars, and maximum time that it took to compile them. The least recently used one is
+evicted. A grammar that takes a second has about 100 MiB."""
 
 _MAX_FORMAT_CHARS = 64
 """Maximum length of a format name: longer than any known name, so that long client input is never cached."""
@@ -40,6 +45,19 @@ _WORDS = {
     ("Too many items", "Current row has"): "it is too ambiguous; use fewer or longer alternatives, and left recursion",
 }
 """Explanations of problems, keyed by fragments of llguidance's messages."""
+
+
+class Compiled(NamedTuple):
+    """Grammar at the start of a text."""
+
+    matcher: llguidance.LLMatcher
+    seconds: float
+    """Processor time that it took to compile."""
+
+
+def compile_s(future: Future[Compiled]) -> float:
+    """Return the processor time that a grammar took to compile; 0 if it is not compiled, or cannot be."""
+    return future.result().seconds if future.done() and not future.cancelled() and not future.exception() else 0.0
 
 
 class Matcher:
@@ -86,25 +104,28 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="baton-grammars")
         self._tokens = self._thread.submit(_read_tokens, folder, vocab_size)
         self._vocab_size = vocab_size
-        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._recent: OrderedDict[str, Future[Compiled]] = OrderedDict()
+        self._alive: WeakValueDictionary[str, Future[Compiled]] = WeakValueDictionary()
+        """The recent grammars, and those that somebody else holds."""
 
-    def prepare(self, grammar: str) -> Future[llguidance.LLMatcher]:
-        """Compile a grammar unless it is cached; the future raises UserError if it cannot be used."""
-        future = self._compiled.pop(grammar, None)
-        if future is None:
-            future = self._thread.submit(self._compile, grammar)
-        self._compiled[grammar] = future
-        if len(self._compiled) > _MAX_COMPILED:
-            self._compiled.popitem(last=False)
-        return future
+    def prepare(self, grammar: str) -> Future[Compiled]:
+        """Compile a grammar unless it is cached; the future raises UserError if it cannot be used.
+
+        As long as somebody holds the future, the grammar stays cached.
+        """
+        future = self._alive.get(grammar)
+        return self._keep(grammar, self._thread.submit(self._compile, grammar) if future is None else future)
 
     def matcher(self, grammar: str) -> Matcher:
-        """Return a matcher at the start of a text, after waiting for the grammar to compile.
+        """Return a matcher at the start of a text. Compile the grammar first if it is not cached, ahead of others.
 
         Raises:
             UserError: the grammar, or the model's tokenizer, cannot be used.
         """
-        compiled = self.prepare(grammar).result()
+        future = self._alive.get(grammar)
+        if future is None or future.cancel():  # it waits behind others
+            future = self._keep(grammar, self._compiled_here(grammar))
+        compiled = future.result().matcher
         return Matcher(compiled.deep_copy(), self._vocab_size, self._tokens.result().eos_token)
 
     def limited(self) -> AbstractContextManager[None]:
@@ -114,14 +135,33 @@ class Grammars:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _compile(self, grammar: str) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._tokens.result(), grammar, log_level=0, limits=_LIMITS)
+    def _keep(self, grammar: str, future: Future[Compiled]) -> Future[Compiled]:
+        """Cache a grammar as the most recently used one."""
+        self._alive[grammar] = self._recent[grammar] = future
+        self._recent.move_to_end(grammar)
+        seconds = sum(map(compile_s, self._recent.values()))
+        while len(self._recent) > _MAX_COMPILED or (seconds > _MAX_COMPILED_S and len(self._recent) > 1):
+            _, evicted = self._recent.popitem(last=False)
+            seconds -= compile_s(evicted)
+        return future
+
+    def _compiled_here(self, grammar: str) -> Future[Compiled]:
+        future: Future[Compiled] = Future()
+        try:
+            future.set_result(self._compile(grammar))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def _compile(self, grammar: str) -> Compiled:
+        tokens, begin_s = self._tokens.result(), time.thread_time()
+        matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=_LIMITS)
         # Some errors appear only with the first token.
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():
             raise UserError(_in_words(first.get_error()))
-        return matcher
+        return Compiled(matcher, time.thread_time() - begin_s)
 
 
 def knows_format(name: str) -> bool:

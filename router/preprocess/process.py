@@ -25,7 +25,7 @@ from router.preprocess.preprocessor import preprocess
 
 TIME_S = 10.0
 """Maximum processor time for one body."""
-GRAMMAR_S = 1.0
+GRAMMAR_S = 0.5
 """Maximum processor time for the grammar of one body, which the replicas also have to compile."""
 MEMORY_BYTES = 4 << 30
 """Maximum memory of one process. A text of four million tokens takes 1.5 GiB."""

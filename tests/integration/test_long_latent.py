@@ -28,7 +28,7 @@ def oracle_logprobs(folder: Path, prompt: list[int], answer: list[int]) -> Tenso
     break_ties_by_position(model)
     cache, logits = DynamicCache(config=model.config), []
     with torch.inference_mode():
-        for tokens in (*torch.tensor(prompt).split(CHUNK), torch.tensor(answer[:-1])):
+        for tokens in (*torch.split(torch.tensor(prompt), CHUNK), torch.tensor(answer[:-1])):
             found = model(tokens[None], past_key_values=cache, use_cache=True)
             logits.append(found.logits[0] if len(logits) == len(prompt) // CHUNK else found.logits[0, -1:])
     return torch.cat(logits[-2:]).log_softmax(-1)

@@ -2,8 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any
 
 import msgspec
 
@@ -16,6 +14,7 @@ from cluster.spec.step_messages import StepPlan, StepResult
 from cluster.spec.tiers import TierJob
 from cluster.spec.worker_spec import WorkerSpec
 from workers.hicache.tier_worker import TierWorker
+from workers.loop.grammar_gate import GrammarGate
 from workers.loop.rank_steps import EndedStep, StepMeter, StepReports
 from workers.rank import Rank
 from workers.scheduler.replica_leader import ReplicaLeader, join_outputs
@@ -57,12 +56,11 @@ class LocalLink:
         self._meter = StepMeter()
         self._reports = step_reports(spec, rank)
         self._load_due_s = 0.0
-        self._compiling: list[tuple[Future[Any], Submit]] = []
-        """Requests whose grammar is still being compiled."""
+        self._gate = GrammarGate(rank.grammars, leader)
 
     def idle_wait_s(self) -> float:
         """Return the maximum wait for messages while no step is under way."""
-        if self._compiling:
+        if self._gate.is_compiling:
             return COMPILING_WAIT_S
         if self._leader.has_work():
             return 0.0
@@ -71,16 +69,14 @@ class LocalLink:
 
     def on_message(self, message: Message) -> None:
         """Handle a message that is not for the rank itself."""
-        if isinstance(message, Submit) and message.sampling.grammar and self._rank.grammars is not None:
-            compiled = self._rank.grammars.prepare(message.sampling.grammar)
-            if not compiled.done():  # otherwise a step, and all of its requests, would wait for the grammar
-                self._compiling.append((compiled, message))
-                return
-        self._leader.on_message(message, self._clock.now_s())
+        if isinstance(message, Submit):
+            self._gate.submit(message, self._clock.now_s())
+        else:
+            self._leader.on_message(message, self._clock.now_s())
 
     def next_plans(self) -> Sequence[StepPlan]:
         """Return the plans of the steps to start, after the messages of this round."""
-        self._pass_on_compiled()
+        self._gate.pass_on(self._clock.now_s())
         self._leader.tick(self._clock.now_s())
         plans = self._leader.next_plans()
         # First tokens, tickets and tier jobs must not wait for the step.
@@ -101,6 +97,7 @@ class LocalLink:
 
     def end_round(self, *, is_busy: bool) -> None:
         """Report work and load, and send pending messages. ``is_busy`` is True while a step is under way."""
+        self._gate.release()
         is_idle = not is_busy and not self._leader.has_work()
         if report := self._reports.next(self._clock.now_s(), is_idle=is_idle):
             self._leader.on_message(report, self._clock.now_s())
@@ -110,12 +107,6 @@ class LocalLink:
                 self.hurry()  # routers keep sending requests until they get the heartbeat
             self._load_due_s = self._clock.now_s() + LOAD_EVERY_S
         self._send_outgoing()
-
-    def _pass_on_compiled(self) -> None:
-        for compiled, submit in list(self._compiling):
-            if compiled.done():
-                self._compiling.remove((compiled, submit))
-                self._leader.on_message(submit, self._clock.now_s())
 
     def _full_load(self) -> ReplicaLoad:
         """Return the leader's load with this process's counters."""
@@ -145,7 +136,7 @@ class RemoteLink:
         self, spec: WorkerSpec, rank: Rank, address: str, num_ahead: int, inbox: Inbox, outbox: Outbox, clock: Clock
     ) -> None:
         self.num_ahead = num_ahead
-        self._dp_rank, self._groups = spec.coords.dp, rank.groups
+        self._dp_rank, self._groups, self._grammars = spec.coords.dp, rank.groups, rank.grammars
         self._address, self._inbox, self._outbox, self._clock = address, inbox, outbox, clock
         self._reports = step_reports(spec, rank)
         self._had_plans = False
@@ -154,7 +145,12 @@ class RemoteLink:
         return IDLE_WAIT_S
 
     def on_message(self, message: Message) -> None:
-        self._had_plans |= isinstance(message, StepPlan)
+        if not isinstance(message, StepPlan):
+            return
+        self._had_plans = True
+        for request in message.new_requests:
+            if self._grammars is not None and request.sampling.grammar:
+                self._grammars.prepare(request.sampling.grammar)  # while the step computes
 
     def next_plans(self) -> Sequence[StepPlan]:
         """Return no plans, since the leader's plans arrive as messages."""

@@ -11,7 +11,7 @@ from math import inf
 from msgspec.structs import asdict, replace
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import CommandResult, Inquire, KvEvents, Message, Output, Outputs, Submit
+from cluster.spec.messages import Blame, CommandResult, Inquire, KvEvents, Message, Output, Outputs, Submit
 from cluster.spec.phases import ComputedStep
 from cluster.spec.ranks import coords_of
 from cluster.spec.registry import AxisSizes, ComputeTimes, ReplicaLoad
@@ -85,6 +85,13 @@ class ReplicaLeader:
             return
         for dp_rank in self._addressed(message):
             self._leaders[dp_rank].on_message(message, now_s)
+
+    def refuse(self, submit: Submit, reason: str) -> None:
+        """Refuse a request instead of passing it to a leader. Its router may try again."""
+        self._leaders[0].send_failure(submit, reason, retryable=True, blame=Blame.NEITHER)
+
+    def has(self, room: Room) -> bool:
+        return any(leader.has(room) for leader in self._leaders)
 
     def tick(self, now_s: float) -> None:
         self._now_s = now_s

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from threading import Event
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import tokenizers
 from cluster.grammar import Grammars, lark_of
 from cluster.spec.errors import UserError
 from tests.fakes.model_folder import BOS, EOS, VOCAB_SIZE, write_model_folder
+
+WAIT_S = 30.0
 
 
 def lark(text: str) -> str:
@@ -109,11 +112,41 @@ def test_each_text_is_compiled_once_and_followed_apart(grammars: Grammars) -> No
     assert (ids(one.allowed()), ids(other.allowed())) == ([ord("c")], [ord("o")])
 
 
-def test_the_least_recently_used_is_forgotten(grammars: Grammars) -> None:
-    texts = [lark(f'start: "{number}"') for number in range(65)]
-    first, *_, last = [grammars.prepare(text) for text in texts]
+def test_the_least_recently_used_is_forgotten_unless_somebody_holds_it(grammars: Grammars) -> None:
+    texts = [lark(f'start: "{number}"') for number in range(33)]
+    grammars.prepare(texts[0]).result()
+    held, *_, last = [grammars.prepare(text) for text in texts[1:]]
+    grammars.prepare(lark('start: "one more"')).result()
+    assert texts[0] not in grammars._alive
+    assert grammars.prepare(texts[1]) is held
     assert grammars.prepare(texts[-1]) is last
-    assert grammars.prepare(texts[0]) is not first
+
+
+def test_a_grammar_that_is_compiled_again_does_not_wait_behind_others(grammars: Grammars) -> None:
+    """In a step, all requests would wait."""
+    begun, goes_on = Event(), Event()
+
+    def work() -> None:
+        begun.set()
+        goes_on.wait(WAIT_S)
+
+    busy = grammars._thread.submit(work)
+    assert begun.wait(WAIT_S)
+    try:
+        waiting = grammars.prepare(text := lark('start: "first" | "last"'))
+        assert ids(grammars.matcher(text).allowed()) == [ord("f"), ord("l")]
+        assert waiting.cancelled()
+        assert grammars.prepare(text).done()
+        assert not busy.done()
+    finally:
+        goes_on.set()
+
+
+def test_memory_is_limited_by_the_time_that_grammars_took(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.grammar.compile_s", lambda _: 0.3)
+    for number in range(9):
+        grammars.prepare(lark(f'start: "limited" "{number}"'))
+    assert len(grammars._recent) == 3
 
 
 @pytest.mark.parametrize(

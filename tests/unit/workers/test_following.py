@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from cluster.grammar import Compiled
 from cluster.spec.ids import Room
 from cluster.spec.messages import Message, Submit
 from cluster.spec.sampling import Sampling, Stopping
@@ -60,6 +61,7 @@ class Rank:
         rank: Any = SimpleNamespace(
             runner=SimpleNamespace(begin=self.begin, requests={}),
             groups=SimpleNamespace(is_sampling_rank=False),
+            grammars=None,
             step_recorder=SimpleNamespace(recorder=SimpleNamespace(begin=lambda _: False), communication_s=0.0),
         )
         nothing = lambda *_: None  # noqa: E731
@@ -127,7 +129,7 @@ def test_a_tier_job_follows_the_steps_before_it() -> None:
 
 
 def test_a_request_waits_for_its_grammar_outside_the_scheduler() -> None:
-    compiled, passed = Future[None](), list[Room]()
+    compiled, passed = Future[Compiled](), list[Room]()
     leader: Any = SimpleNamespace(
         num_ahead=0,
         must_end="",
@@ -148,7 +150,7 @@ def test_a_request_waits_for_its_grammar_outside_the_scheduler() -> None:
     link.on_message(submit_of(2, Sampling()))
     link.next_plans()
     assert (passed, link.idle_wait_s()) == ([2], leader_link.COMPILING_WAIT_S)
-    compiled.set_result(None)
+    compiled.set_result(Compiled(nobody, 0.0))
     link.next_plans()
     assert (passed, link.idle_wait_s()) == ([2, 1], leader_link.IDLE_WAIT_S)
 

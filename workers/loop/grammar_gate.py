@@ -1,0 +1,64 @@
+"""Requests with grammars on the rank of the leader, between their arrival and the scheduler."""
+
+from concurrent.futures import Future
+
+from cluster.grammar import Compiled, Grammars, compile_s
+from cluster.spec.ids import Room
+from cluster.spec.messages import Submit
+from workers.scheduler.replica_leader import ReplicaLeader
+
+_SIMPLE_S = 0.02
+"""Time to compile a simple grammar. It is compiled again in a step if the cache has evicted it."""
+_MOST_HELD_S = 4.0
+"""Maximum time that it took to compile the grammars of open requests. They have about 400 MiB."""
+
+
+class GrammarGate:
+    """Passes requests on to the leader once their grammars are compiled, since a step would wait for them.
+
+    The grammars of open requests stay compiled if they are not simple.
+    """
+
+    def __init__(self, grammars: Grammars | None, leader: ReplicaLeader) -> None:
+        self._grammars, self._leader = grammars, leader
+        self._waiting: list[tuple[Future[Compiled], Submit]] = []
+        self._held: dict[Room, Future[Compiled]] = {}
+
+    @property
+    def is_compiling(self) -> bool:
+        return bool(self._waiting)
+
+    def submit(self, submit: Submit, now_s: float) -> None:
+        """Pass a request on now or later."""
+        if not submit.sampling.grammar or self._grammars is None:
+            self._leader.on_message(submit, now_s)
+            return
+        self._waiting.append((self._grammars.prepare(submit.sampling.grammar), submit))
+        self.pass_on(now_s)
+
+    def pass_on(self, now_s: float) -> None:
+        """Pass on the requests whose grammars are compiled. Refuse those for which there is no room."""
+        for compiled, submit in list(self._waiting):
+            if not compiled.done():
+                continue
+            self._waiting.remove((compiled, submit))
+            if self._hold(submit):
+                self._leader.on_message(submit, now_s)
+            else:
+                self._leader.refuse(submit, "too many complex grammars are in use; try again")
+
+    def release(self) -> None:
+        """Release the grammars of requests that have ended."""
+        for room in [room for room in self._held if not self._leader.has(room)]:
+            del self._held[room]
+
+    def _hold(self, submit: Submit) -> bool:
+        """Keep a request's grammar compiled. Return False if there is no room for it."""
+        assert self._grammars is not None
+        future = self._grammars.prepare(submit.sampling.grammar)
+        if compile_s(future) < _SIMPLE_S:
+            return True
+        if sum(map(compile_s, {*self._held.values(), future})) > _MOST_HELD_S:
+            return False
+        self._held[submit.room] = future
+        return True
