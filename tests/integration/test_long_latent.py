@@ -26,7 +26,7 @@ def oracle_logprobs(folder: Path, prompt: list[int], answer: list[int]) -> Tenso
     """
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     break_ties_by_position(model)
-    cache, logits = DynamicCache(config=model.config), []
+    cache, logits = DynamicCache(config=model.config), list[Tensor]()
     with torch.inference_mode():
         for tokens in (*torch.split(torch.tensor(prompt), CHUNK), torch.tensor(answer[:-1])):
             found = model(tokens[None], past_key_values=cache, use_cache=True)

@@ -123,7 +123,7 @@ def test_the_least_recently_used_is_forgotten_unless_somebody_holds_it(grammars:
 
 
 def test_a_grammar_that_is_compiled_again_does_not_wait_behind_others(grammars: Grammars) -> None:
-    """In a step, all requests would wait."""
+    """Otherwise, all requests of a step would wait."""
     begun, goes_on = Event(), Event()
 
     def work() -> None:
