@@ -24,6 +24,7 @@ HEADER_BYTES = 131 << 20
 NUM_BODIES = 300
 NUM_LEAVING, NUM_SLOW = 7000, 14
 NUM_HEADS, HEAD_BYTES = 7000, 63_000
+NUM_KEYS, NUM_SMALL = 5000, 130
 SPARE_DESCRIPTORS, ACCEPT_S, HOLD_S = 100, 1.0, 5.0
 FLOOD_REQUESTS, FLOOD_PROMPT_LEN = 1000, 300
 LIMITS = httpx.Limits(max_connections=FLOOD_REQUESTS)
@@ -165,6 +166,25 @@ def leave_together(url: str) -> str:
     return _health(url)
 
 
+def crowd_out_grammars(url: str) -> str:
+    """Send more grammars than a replica keeps, behind some that take long to compile, and return the worst answer."""
+    started = time.time_ns()  # no grammar is known from an earlier attack
+    costly = [{f"{started}-{number}-{key}": {"type": "integer"} for key in range(NUM_KEYS)} for number in range(2)]
+    schemas = [{"guided_json": {"type": "object", "properties": keys, "required": list(keys)}} for keys in costly]
+    small = [{"guided_choice": [f"{started}-{number}", "b"]} for number in range(NUM_SMALL)]
+
+    async def ask(http: httpx.AsyncClient, fields: dict[str, Any]) -> str:
+        body = {"model": "recall", "prompt": [20, 21], "max_tokens": 3, **fields}
+        reply = await http.post("/v1/completions", json=body)
+        return f"{reply.status_code} {reply.text}"
+
+    async def ask_all() -> list[str]:
+        async with httpx.AsyncClient(base_url=url, timeout=None, limits=LIMITS, trust_env=False) as http:
+            return await asyncio.gather(*(ask(http, fields) for fields in [*schemas, *small]))
+
+    return max(asyncio.run(ask_all()))
+
+
 def _request(fields: dict[str, Any]) -> bytes:
     body = json.dumps({"model": "recall", "prompt": "a", "max_tokens": 1, **fields}).encode()
     return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
@@ -196,6 +216,7 @@ CONNECTIONS: dict[str, Callable[[str], str]] = {
     "7,000 large heads without an end": hold_heads,
     "7,000 large heads without bodies": hold_complete_heads,
     "7,000 clients that leave together": leave_together,
+    "130 grammars behind costly ones": crowd_out_grammars,
 }
 ATTACKS = [*BODIES, *CONNECTIONS]
 FLOOD = "flood"

@@ -39,6 +39,7 @@ ACCEPTED = {
     "7,000 large heads without an end",
     "7,000 large heads without bodies",
     "7,000 clients that leave together",
+    "130 grammars behind costly ones",
 }
 """Attacks that are legal requests; all others are refused with a reason."""
 
