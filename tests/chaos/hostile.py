@@ -170,8 +170,10 @@ def crowd_out_grammars(url: str) -> str:
     """Send more grammars than a replica keeps, behind some that take long to compile, and return the worst answer."""
     started = time.time_ns()  # no grammar is known from an earlier attack
     costly = [{f"{started}-{number}-{key}": {"type": "integer"} for key in range(NUM_KEYS)} for number in range(2)]
-    schemas = [{"guided_json": {"type": "object", "properties": keys, "required": list(keys)}} for keys in costly]
-    small = [{"guided_choice": [f"{started}-{number}", "b"]} for number in range(NUM_SMALL)]
+    schemas: list[dict[str, Any]] = [
+        {"guided_json": {"type": "object", "properties": keys, "required": list(keys)}} for keys in costly
+    ]
+    small: list[dict[str, Any]] = [{"guided_choice": [f"{started}-{number}", "b"]} for number in range(NUM_SMALL)]
 
     async def ask(http: httpx.AsyncClient, fields: dict[str, Any]) -> str:
         body = {"model": "recall", "prompt": [20, 21], "max_tokens": 3, **fields}
