@@ -139,6 +139,9 @@ class AttentionBackend(Protocol):
     def prepare_graph(self, shape: GraphShape) -> GraphAttention | None:
         """Return attention that a CUDA graph can capture. None if this backend does not support capture."""
 
+    queries_at_once: int
+    """Maximum number of queries in one call of ``best_keys`` for which it is fast."""
+
     def best_keys(
         self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
     ) -> Chosen:
@@ -151,7 +154,7 @@ class AttentionBackend(Protocol):
     def attend_selected(
         self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, value_dim: int
     ) -> Partial:
-        """Return attention of some queries of one request ``[queries, heads, D]``, each to keys of its own, in fp32.
+        """Return attention of some queries of one request ``[queries, heads, D]``, each to keys of its own.
 
         ``selected [queries, n]`` int32 are the keys' numbers, followed by ``NO_KEY``. The values are the first
         ``value_dim`` elements of ``keys [page, 1, slot, D]``.

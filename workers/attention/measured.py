@@ -33,6 +33,7 @@ class ByQueries:
 
     def __init__(self, decode: AttentionBackend, prompts: AttentionBackend) -> None:
         self._decode, self._prompts = decode, prompts
+        self.queries_at_once = prompts.queries_at_once
 
     def prepare(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None

@@ -43,6 +43,8 @@ class NativeAttention(TorchSelection):
     def prepare_graph(self, shape: GraphShape) -> None:
         """Return None, since a CPU has no graphs."""
 
+    queries_at_once = 2048
+
     def best_keys(
         self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
     ) -> Chosen:
@@ -60,16 +62,15 @@ class NativeAttention(TorchSelection):
         page_stride, _, slot_stride, dim_stride = keys.stride()
         in_page = torch.arange(keys.shape[2]) * slot_stride
         offsets = (table[:, None] * page_stride + in_page).flatten()
+        entries = offsets.index_select(0, selected.clamp(min=0).flatten())
         num_keys, rows = (selected != NO_KEY).sum(-1), torch.arange(len(query))
         items = torch.zeros(len(query), NUM_ITEM_FIELDS, dtype=torch.int64)
         items[:, 0], items[:, 1], items[:, 2] = rows, 1, rows * selected.shape[1]
         items[:, 4], items[:, 5], items[:, 6] = num_keys, num_keys - 1, 1
         key = keys.as_strided((1, 1, 1, keys.shape[3]), (1, 1, 1, dim_stride))
         result = empty_partial(query, value_dim)
-        self._library.attend(
-            items[num_keys > 0], offsets[selected.long()], 1, query, key, key[..., :value_dim], *result, scale=scale
-        )
-        return Partial(result.out.float(), result.lse)
+        self._library.attend(items[num_keys > 0], entries, 1, query, key, key[..., :value_dim], *result, scale=scale)
+        return result
 
 
 class _NativeStep:

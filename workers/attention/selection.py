@@ -48,6 +48,8 @@ class Chosen(NamedTuple):
 class TorchSelection:
     """Selection in plain torch, on any device, a tile of keys or a few queries at a time."""
 
+    queries_at_once = 64
+
     def best_keys(
         self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
     ) -> Chosen:

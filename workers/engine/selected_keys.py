@@ -15,8 +15,7 @@ from workers.attention.selection import NO_KEY, Chosen, IndexQueries
 from workers.engine.page_share import PageShare
 
 _MOST_QUERIES = 64
-"""Maximum number of queries that are scored together. The same on all ranks, which agree on the best keys of each
-block."""
+"""Number of queries on whose best keys the ranks agree at a time."""
 
 Agree = Callable[[Chosen], Tensor]
 """Function that returns which of this rank's best keys, given by position, are among the best of all ranks."""
@@ -41,9 +40,10 @@ class SelectableKeys:
         that hold a share of the same keys, only keys that are among the best of all ranks are returned.
         """
         selected = index.q.new_full((self._num_queries, top_k), NO_KEY, dtype=torch.int32)
+        at_once = self._backend.queries_at_once if agree is None else _MOST_QUERIES
         for run, begin in self._runs:
-            for first in range(0, run.count, _MOST_QUERIES):
-                count = min(_MOST_QUERIES, run.count - first)
+            for first in range(0, run.count, at_once):
+                count = min(at_once, run.count - first)
                 rows = slice(begin + first, begin + first + count)
                 positions = run.first_position + (first + np.arange(count)) * run.step
                 num_visible = self._share.num_held(run.request, positions + 1)
@@ -55,20 +55,24 @@ class SelectableKeys:
         return selected
 
     def attend(self, query: Tensor, keys: Tensor, selected: Tensor, params: AttentionParams) -> Partial:
-        """Return attention of ``query [queries, heads, D]`` to the selected ``keys [page, 1, slot, D]``, in fp32."""
+        """Return attention of ``query [queries, heads, D]`` to the selected ``keys [page, 1, slot, D]``."""
         assert params.value_dim is not None, "values must be part of their keys"
-        empty, lse = empty_partial(query, params.value_dim)
-        result = Partial(empty.float(), lse)
+        parts = []
         step = max(MOST_SELECTED // selected.shape[1], 1)
         for run, begin in self._runs:
             table = self._tables[run.request]
-            for first in range(begin, begin + run.count if len(table) else begin, step):
+            for first in range(begin, begin + run.count, step):
                 rows = slice(first, min(first + step, begin + run.count))
+                if not len(table):
+                    parts.append(empty_partial(query[rows], params.value_dim))
+                    continue
                 numbers = _dense(selected[rows])
-                found = self._backend.attend_selected(query[rows], keys, table, numbers, params.scale, params.value_dim)
-                for whole, part in zip(result, found, strict=True):
-                    whole[rows] = part
-        return result
+                parts.append(
+                    self._backend.attend_selected(query[rows], keys, table, numbers, params.scale, params.value_dim)
+                )
+        if not parts:
+            return empty_partial(query, params.value_dim)
+        return Partial(*(torch.cat(each) for each in zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
 
 
 def _dense(selected: Tensor) -> Tensor:

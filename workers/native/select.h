@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kMostScores = 1 << 20;  // Scores of a tile, unless a single query has more. They stay in the caches.
 constexpr int kDigits = 2048;
+constexpr int kCounters = 4;  // Counters per digit, since equal digits often follow each other.
 
 struct Selection {
   Attention attention;     // The heads of a query are one group. Values are not read.
@@ -36,21 +37,30 @@ inline float finite(float x) {
 
 // Find the k-th highest of n numbers. Set k to its rank among equal numbers. The numbers are overwritten.
 uint32_t find(uint32_t* numbers, int64_t n, int64_t& k) {
-  uint32_t found = 0;
-  for (const auto [shift, digits] : {std::pair{21, kDigits}, {10, kDigits}, {0, kDigits / 2}}) {
-    int64_t counts[kDigits] = {};
-    for (int64_t i = 0; i < n; ++i) ++counts[numbers[i] >> shift & (digits - 1)];
-    uint32_t digit = digits - 1;
-    while (k > counts[digit]) k -= counts[digit--];
+  for (const int shift : {21, 10}) {
+    uint32_t counts[kCounters][kDigits] = {};
+    int64_t i = 0;
+    for (; i + kCounters <= n; i += kCounters)
+#pragma GCC unroll 4
+      for (int j = 0; j < kCounters; ++j) ++counts[j][numbers[i + j] >> shift & (kDigits - 1)];
+    for (; i < n; ++i) ++counts[0][numbers[i] >> shift & (kDigits - 1)];
+    uint32_t digit = kDigits;
+    int64_t count = 0;
+    while (k > count) {
+      k -= count, --digit, count = 0;
+      for (int j = 0; j < kCounters; ++j) count += counts[j][digit];
+    }
     int64_t left = 0;
-    for (int64_t i = 0; i < n; ++i) {
+    for (i = 0; i < n; ++i) {
       const uint32_t number = numbers[i];
       numbers[left] = number;
-      left += (number >> shift & (digits - 1)) == digit;
+      left += (number >> shift & (kDigits - 1)) == digit;
     }
     n = left;
-    found |= digit << shift;
   }
+  std::nth_element(numbers, numbers + k - 1, numbers + n, std::greater<uint32_t>());
+  const uint32_t found = numbers[k - 1];
+  k -= std::count_if(numbers, numbers + k - 1, [found](uint32_t number) { return number > found; });
   return found;
 }
 
