@@ -6,11 +6,12 @@ A grammar is JSON in llguidance's format, made by ``router.preprocess.constrain`
 import functools
 import json
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -42,6 +43,7 @@ All requests of a step wait for the slowest grammar, and each cached grammar kee
 _WORDS = {
     ("NoExtensionBias",): "no finite text matches it",
     ("too many states",): "its regular expressions have too many states; use simpler ones",
+    ("symbols.len()",): "it has too many rules",
     ("Too many items", "Current row has"): "it is too ambiguous; use fewer or longer alternatives, and left recursion",
 }
 """Explanations of problems, keyed by fragments of llguidance's messages."""
@@ -107,14 +109,22 @@ class Grammars:
         self._recent: OrderedDict[str, Future[Compiled]] = OrderedDict()
         self._alive: WeakValueDictionary[str, Future[Compiled]] = WeakValueDictionary()
         """The recent grammars, and those that somebody else holds."""
+        self._lock = Lock()
+        self._waiting: OrderedDict[str, deque[tuple[str, Future[Compiled]]]] = OrderedDict()
+        """Grammars that wait to be compiled, by tenant. The first tenant is next."""
 
-    def prepare(self, grammar: str) -> Future[Compiled]:
+    def prepare(self, grammar: str, tenant: str = "") -> Future[Compiled]:
         """Compile a grammar unless it is cached; the future raises UserError if it cannot be used.
 
-        As long as somebody holds the future, the grammar stays cached.
+        Tenants take turns. As long as somebody holds the future, the grammar stays cached.
         """
         future = self._alive.get(grammar)
-        return self._keep(grammar, self._thread.submit(self._compile, grammar) if future is None else future)
+        if future is None:
+            future = Future()
+            with self._lock:
+                self._waiting.setdefault(tenant, deque()).append((grammar, future))
+            self._thread.submit(self._compile_next)
+        return self._keep(grammar, future)
 
     def matcher(self, grammar: str) -> Matcher:
         """Return a matcher at the start of a text. Compile the grammar first if it is not cached, ahead of others.
@@ -124,7 +134,9 @@ class Grammars:
         """
         future = self._alive.get(grammar)
         if future is None or future.cancel():  # it waits behind others
-            future = self._keep(grammar, self._compiled_here(grammar))
+            future = Future()
+            self._complete(future, grammar)
+            self._keep(grammar, future)
         compiled = future.result().matcher
         return Matcher(compiled.deep_copy(), self._vocab_size, self._tokens.result().eos_token)
 
@@ -145,13 +157,20 @@ class Grammars:
             seconds -= compile_s(evicted)
         return future
 
-    def _compiled_here(self, grammar: str) -> Future[Compiled]:
-        future: Future[Compiled] = Future()
+    def _compile_next(self) -> None:
+        with self._lock:
+            tenant, waiting = self._waiting.popitem(last=False)
+            grammar, future = waiting.popleft()
+            if waiting:
+                self._waiting[tenant] = waiting
+        if future.set_running_or_notify_cancel():
+            self._complete(future, grammar)
+
+    def _complete(self, future: Future[Compiled], grammar: str) -> None:
         try:
             future.set_result(self._compile(grammar))
         except Exception as error:
             future.set_exception(error)
-        return future
 
     def _compile(self, grammar: str) -> Compiled:
         tokens, begin_s = self._tokens.result(), time.thread_time()

@@ -33,7 +33,7 @@ class GrammarGate:
         if not submit.sampling.grammar or self._grammars is None:
             self._leader.on_message(submit, now_s)
             return
-        self._waiting.append((self._grammars.prepare(submit.sampling.grammar), submit))
+        self._waiting.append((self._grammars.prepare(submit.sampling.grammar, submit.tenant), submit))
         self.pass_on(now_s)
 
     def pass_on(self, now_s: float) -> None:

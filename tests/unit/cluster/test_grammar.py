@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from random import Random
 from threading import Event
@@ -140,6 +141,26 @@ def test_a_grammar_that_is_compiled_again_does_not_wait_behind_others(grammars: 
         assert not busy.done()
     finally:
         goes_on.set()
+
+
+def test_tenants_take_turns(grammars: Grammars) -> None:
+    begun, goes_on, done = Event(), Event(), list[str]()
+
+    def work() -> None:
+        begun.set()
+        goes_on.wait(WAIT_S)
+
+    grammars._thread.submit(work)
+    assert begun.wait(WAIT_S)
+    futures = []
+    for name in ("mallory 1", "mallory 2", "mallory 3", "alice 1", "bob 1", "alice 2"):
+        future = grammars.prepare(lark(f'start: "turns of {name}"'), name.partition(" ")[0])
+        future.add_done_callback(lambda _, name=name: done.append(name))  # type: ignore[misc]
+        futures.append(future)
+    goes_on.set()
+    wait(futures, WAIT_S)
+    grammars._thread.submit(lambda: None).result()  # the last callback comes after its future
+    assert done == ["mallory 1", "alice 1", "bob 1", "mallory 2", "alice 2", "mallory 3"]
 
 
 def test_memory_is_limited_by_the_time_that_grammars_took(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

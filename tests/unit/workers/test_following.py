@@ -141,7 +141,7 @@ def test_a_request_waits_for_its_grammar_outside_the_scheduler() -> None:
         on_message=lambda message, _: passed.append(message.room),
     )
     spec: Any = SimpleNamespace(coords=SimpleNamespace(dp=0), sizes=SimpleNamespace(dp=1))
-    rank: Any = SimpleNamespace(grammars=SimpleNamespace(prepare=lambda _: compiled))
+    rank: Any = SimpleNamespace(grammars=SimpleNamespace(prepare=lambda *_: compiled))
     clock: Any = SimpleNamespace(now_s=lambda: 0.0)
     nobody: Any = None
     with patch.object(leader_link, "step_reports", lambda *_: nobody):

@@ -38,7 +38,7 @@ class Grammars:
     def __init__(self) -> None:
         self.futures: dict[str, Future[Compiled]] = {}
 
-    def prepare(self, grammar: str) -> Future[Compiled]:
+    def prepare(self, grammar: str, tenant: str = "") -> Future[Compiled]:  # noqa: ARG002
         return self.futures.setdefault(grammar, Future())
 
     def finish(self, grammar: str) -> None:
