@@ -7,16 +7,15 @@ from cluster.spec.ids import Room
 from cluster.spec.messages import Submit
 from workers.scheduler.replica_leader import ReplicaLeader
 
-_SIMPLE_S = 0.02
-"""Time to compile a simple grammar. It is compiled again in a step if the cache has evicted it."""
 _MOST_HELD_S = 4.0
-"""Maximum time that it took to compile the grammars of open requests. They have about 400 MiB."""
+"""Maximum time that it took to compile the grammars of open requests, over a thousand simple ones. They have about 400
+MiB."""
 
 
 class GrammarGate:
     """Passes requests on to the leader once their grammars are compiled, since a step would wait for them.
 
-    The grammars of open requests stay compiled if they are not simple.
+    The grammars of open requests stay compiled.
     """
 
     def __init__(self, grammars: Grammars | None, leader: ReplicaLeader) -> None:
@@ -45,7 +44,7 @@ class GrammarGate:
             if self._hold(submit):
                 self._leader.on_message(submit, now_s)
             else:
-                self._leader.refuse(submit, "too many complex grammars are in use; try again")
+                self._leader.refuse(submit, "too many grammars are in use; try again")
 
     def release(self) -> None:
         """Release the grammars of requests that have ended."""
@@ -56,8 +55,6 @@ class GrammarGate:
         """Keep a request's grammar compiled. Return False if there is no room for it."""
         assert self._grammars is not None
         future = self._grammars.prepare(submit.sampling.grammar)
-        if compile_s(future) < _SIMPLE_S:
-            return True
         if sum(map(compile_s, {*self._held.values(), future})) > _MOST_HELD_S:
             return False
         self._held[submit.room] = future
