@@ -5,13 +5,14 @@ A grammar is JSON in llguidance's format, made by ``router.preprocess.constrain`
 
 import functools
 import json
+import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_native_id
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -30,6 +31,8 @@ _MAX_COMPILED = 32
 _MAX_COMPILED_S = 1.0
 """Maximum number of cached grammars, and maximum time that it took to compile them. The least recently used one is
 evicted. A grammar that takes a second has about 100 MiB."""
+
+_NICENESS = 5
 
 _MAX_FORMAT_CHARS = 64
 """Maximum length of a format name: longer than any known name, so that long client input is never cached."""
@@ -103,7 +106,7 @@ class Grammars:
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         """Start reading ``tokenizer.json``; the model's token ids are below ``vocab_size``."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="baton-grammars")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="baton-grammars", initializer=_lower_priority)
         self._tokens = self._thread.submit(_read_tokens, folder, vocab_size)
         self._vocab_size = vocab_size
         self._recent: OrderedDict[str, Future[Compiled]] = OrderedDict()
@@ -181,6 +184,13 @@ class Grammars:
         if first.is_error():
             raise UserError(_in_words(first.get_error()))
         return Compiled(matcher, time.thread_time() - begin_s)
+
+
+def _lower_priority() -> None:
+    """Let the requests that run go on while grammars are compiled on a machine without free cores."""
+    thread = get_native_id()
+    with suppress(OSError):  # some systems have no priorities of threads
+        os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _NICENESS))
 
 
 def knows_format(name: str) -> bool:
