@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.attention.limits import MOST_SCORED, MOST_SELECTED
-from workers.attention.merge import Partial
+from workers.attention.merge import Partial, empty_partial
 from workers.device import device_of
 
 NO_KEY = -1
@@ -72,15 +72,17 @@ class TorchSelection:
         """See ``AttentionBackend``."""
         page_size = keys.shape[2]
         step = max(MOST_SELECTED // max(selected.shape[1] * query.shape[-1], 1), 1)
-        parts = []
+        result = empty_partial(query.float(), value_dim)
         for first in range(0, len(query), step):
-            numbers = selected[first : first + step].long()
+            mine = slice(first, first + step)
+            numbers = selected[mine].long()
             is_seen, numbers = numbers != NO_KEY, numbers.clamp(min=0)
             rows = keys[:, 0][table[numbers // page_size], numbers % page_size].float()
             # A slot that no query sees may hold NaN, which no weight can hide.
             rows.masked_fill_(~is_seen[..., None], 0.0)
-            parts.append(attend_rows(query[first : first + step], rows, is_seen, scale, value_dim))
-        return Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+            for whole, part in zip(result, attend_rows(query[mine], rows, is_seen, scale, value_dim), strict=True):
+                whole[mine] = part
+        return result
 
 
 def _tiles(keys: Tensor, table: Tensor, num_keys: int, most_keys: int) -> Iterator[tuple[int, Tensor]]:

@@ -57,22 +57,26 @@ class SelectableKeys:
     def attend(self, query: Tensor, keys: Tensor, selected: Tensor, params: AttentionParams) -> Partial:
         """Return attention of ``query [queries, heads, D]`` to the selected ``keys [page, 1, slot, D]``."""
         assert params.value_dim is not None, "values must be part of their keys"
-        parts = []
-        step = max(MOST_SELECTED // selected.shape[1], 1)
+        result: Partial | None = None
+        # Neither numbers of keys nor results of one call take much memory.
+        step = max(MOST_SELECTED // max(selected.shape[1], query.shape[1] * params.value_dim), 1)
         for run, begin in self._runs:
             table = self._tables[run.request]
-            for first in range(begin, begin + run.count, step):
+            for first in range(begin, begin + run.count if len(table) else begin, step):
                 rows = slice(first, min(first + step, begin + run.count))
-                if not len(table):
-                    parts.append(empty_partial(query[rows], params.value_dim))
-                    continue
                 numbers = _dense(selected[rows])
-                parts.append(
-                    self._backend.attend_selected(query[rows], keys, table, numbers, params.scale, params.value_dim)
-                )
-        if not parts:
-            return empty_partial(query, params.value_dim)
-        return Partial(*(torch.cat(each) for each in zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
+                found = self._backend.attend_selected(query[rows], keys, table, numbers, params.scale, params.value_dim)
+                if len(found.lse) == self._num_queries:
+                    return found
+                result = result or self._unseen(found)
+                for whole, part in zip(result, found, strict=True):
+                    whole[rows] = part
+        return result or empty_partial(query, params.value_dim)
+
+    def _unseen(self, like: Partial) -> Partial:
+        """Return the partial of all queries, none of which has seen a key, with the dtypes and heads of another one."""
+        out, lse = (x.new_empty(self._num_queries, *x.shape[1:]) for x in like)
+        return Partial(out.zero_(), lse.fill_(-torch.inf))
 
 
 def _dense(selected: Tensor) -> Tensor:
