@@ -29,11 +29,13 @@ _LEAST_GAIN = 1.2
 
 
 class ByQueries:
-    """Attention with one backend for decode steps, which have one query per request, and with another for the rest."""
+    """Attention with one backend for decode steps, which have one query per request, with another for other steps, and
+    with a third for selections.
+    """
 
-    def __init__(self, decode: AttentionBackend, prompts: AttentionBackend) -> None:
-        self._decode, self._prompts = decode, prompts
-        self.queries_at_once = prompts.queries_at_once
+    def __init__(self, decode: AttentionBackend, prompts: AttentionBackend, selections: AttentionBackend) -> None:
+        self._decode, self._prompts, self._selections = decode, prompts, selections
+        self.queries_at_once = selections.queries_at_once
 
     def prepare(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
@@ -50,18 +52,18 @@ class ByQueries:
     def best_keys(
         self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
     ) -> Chosen:
-        return self._prompts.best_keys(index, keys, table, num_visible, top_k)
+        return self._selections.best_keys(index, keys, table, num_visible, top_k)
 
     def attend_selected(
         self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, value_dim: int
     ) -> Partial:
-        return self._prompts.attend_selected(query, keys, table, selected, scale, value_dim)
+        return self._selections.attend_selected(query, keys, table, selected, scale, value_dim)
 
 
 def find_fastest(
     backends: Mapping[str, AttentionBackend], shape: AttentionShape, dtype: torch.dtype
 ) -> tuple[str, AttentionBackend, str]:
-    """Time a prompt's chunk behind a prefix, and a decode step. The first backend is preferred.
+    """Time a prompt's chunk behind a prefix, and a decode step. The first backend is preferred, and makes selections.
 
     Returns the fastest backend's name, the backend, and all times, fastest first. The fastest may combine two.
     """
@@ -73,7 +75,8 @@ def find_fastest(
         times = (f"{name} {1e3 * times_s[name]:.3g} ms" for name in sorted(times_s, key=times_s.__getitem__))
         reasons.append(f"{work}: {', '.join(times)}")
     decode, prompts = (backends[name] for name in names)
-    backend = decode if decode is prompts else ByQueries(decode, prompts)
+    preferred = next(iter(backends.values()))
+    backend = preferred if decode is prompts is preferred else ByQueries(decode, prompts, preferred)
     return " and ".join(dict.fromkeys(names)), backend, "; ".join(reasons)
 
 

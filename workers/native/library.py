@@ -138,6 +138,8 @@ class Library:
         assert weights.is_contiguous(), f"strides {weights.stride()}"
         scores, numbers = (torch.empty(num_queries, top_k, dtype=dtype) for dtype in (torch.float32, torch.int64))
         most = int(visible[-1])
+        if not most:
+            return scores.fill_(-torch.inf), numbers.zero_()
         items = torch.tensor([[0, num_queries, 0, 0, most, most - 1, 1]])
         next_tile = ctypes.c_int64(0)
         arguments = _Arguments(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from workers.attention.merge import Partial, empty_partial
 from workers.attention.native_backend import NativeAttention
 from workers.attention.registry import choose_backend
 from workers.attention.runs import Run
+from workers.attention.selection import IndexQueries
 from workers.attention.torch_backend import TorchAttention
 from workers.device import CPU
 
@@ -62,7 +64,23 @@ def test_the_faster_one_is_used(timed: Callable[[float, float], Timed]) -> None:
     times = "decode: native 1 ms, torch 2 ms; prompts: native 10 ms, torch 20 ms"
     assert find(fast, slow) == ("native", fast, times)
     name, backend, _ = find(slow, fast)
-    assert (name, backend) == ("torch", fast)
+    before = slow.num_prepared, fast.num_prepared
+    for count in (1, 7):
+        backend.prepare([Run(0, 0, count, 1)], [torch.arange(1)], 64)
+    assert (name, slow.num_prepared, fast.num_prepared) == ("torch", before[0], before[1] + 2)
+
+
+def test_the_preferred_one_makes_selections(timed: Callable[[float, float], Timed]) -> None:
+    preferred, fast = timed(0.002, 0.02), timed(0.001, 0.01)
+    preferred.queries_at_once = 7
+    _, backend, _ = find(preferred, fast)
+    assert backend.queries_at_once == 7
+    keys, table, query = torch.randn(2, 1, 4, 3), torch.tensor([1, 0]), torch.randn(2, 3, 3)
+    asked = IndexQueries(query, torch.randn(2, 3)), keys, table, np.array([3, 8]), 2
+    found, expected = backend.best_keys(*asked), preferred.best_keys(*asked)
+    assert torch.equal(found.keys, expected.keys)
+    attended = backend.attend_selected(query, keys, table, found.keys.int(), 1.0, 2)
+    assert torch.equal(attended.out, preferred.attend_selected(query, keys, table, found.keys.int(), 1.0, 2).out)
 
 
 def test_noise_does_not_decide(timed: Callable[[float, float], Timed]) -> None:
