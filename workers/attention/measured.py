@@ -75,8 +75,8 @@ def find_fastest(
         times = (f"{name} {1e3 * times_s[name]:.3g} ms" for name in sorted(times_s, key=times_s.__getitem__))
         reasons.append(f"{work}: {', '.join(times)}")
     decode, prompts = (backends[name] for name in names)
-    preferred = next(iter(backends.values()))
-    backend = preferred if decode is prompts is preferred else ByQueries(decode, prompts, preferred)
+    first = next(iter(backends.values()))
+    backend = first if decode is prompts is first else ByQueries(decode, prompts, first)
     return " and ".join(dict.fromkeys(names)), backend, "; ".join(reasons)
 
 
