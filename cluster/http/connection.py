@@ -262,6 +262,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if not self._has_said_all:
             super().on_response_complete()
+            if self._stage is _Stage.HEAD:  # it has a limit of its own
+                self._unset_keepalive_if_required()
             self._count_idle()
         self._count_arrived()
 
