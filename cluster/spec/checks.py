@@ -114,14 +114,6 @@ def _router_wait(config: DeployConfig) -> Iterator[Problem]:
         yield Problem("router.max_wait_s", f"got {wait_s}; allowed: less than router.request_timeout_s = {timeout_s}")
 
 
-@_check("the longest prompt leaves space for an answer", "router.max_prompt_tokens", "model.max_context")
-def _prompt_limit(config: DeployConfig) -> Iterator[Problem]:
-    longest, context = config.router.max_prompt_tokens, config.model.max_context
-    if longest is not None and context is not None and longest >= context:
-        allowed = f"less than model.max_context = {context}, which includes the answer"
-        yield Problem("router.max_prompt_tokens", f"got {longest}; allowed: {allowed}")
-
-
 @_check(
     "storage needs host memory and the prefix cache",
     "hicache.host_gib",

@@ -283,8 +283,6 @@ class RouterConfig(Node):
     """Maximum number of open requests of one API key, where every choice counts; no limit by default."""
     key_tokens_per_minute: PositiveInt | None = None
     """Maximum number of prompt and answer tokens of one API key per minute; no limit by default."""
-    max_prompt_tokens: PositiveInt | None = None
-    """Maximum number of tokens in one prompt; by default limited only by the context length."""
     request_timeout_s: PositiveSeconds = 3600.0
     """Seconds after which an unfinished request fails."""
     parity_probe_s: Annotated[float, Field(ge=0, le=1_000_000, strict=True)] = 0.0

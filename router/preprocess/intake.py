@@ -146,10 +146,6 @@ def _check_lengths(
         raise bad_request(f"{param}: is empty; at least one token is needed", param)
     prompt_ids = pack_token_ids(model, given_ids, param)
     prompt_len = len(prompt_ids)
-    longest = model.max_prompt_tokens
-    if longest is not None and prompt_len > longest:
-        allowed = f"at most {longest} (router.max_prompt_tokens)"
-        raise bad_request(f"{param}: the prompt has {prompt_len} tokens; allowed: {allowed}", param, _TOO_LONG)
     left = max_tokens - prompt_len
     if left < 1 or (wanted is not None and wanted > left):
         raise _too_long(model, prompt_len, wanted, param, max_tokens)

@@ -57,8 +57,6 @@ class ServedModel:
     tokenizer: Tokenizer
     max_context: int
     """Maximum number of tokens in prompt and answer together."""
-    max_prompt_tokens: int | None
-    """Maximum number of tokens in a prompt, from the deploy file."""
     page_size: int
     dialect: Dialect | None
     """Format of the model's tool calls; None if it has none."""
@@ -93,7 +91,6 @@ def read_model(config: DeployConfig, folder: Path) -> ServedModel:
         name=config.model.name,
         tokenizer=tokenizer,
         max_context=max_context,
-        max_prompt_tokens=config.router.max_prompt_tokens,
         page_size=config.kv.page_size,
         dialect=find_dialect(config.router.tool_parser, tokenizer.chat_template),
         sampling_defaults=defaults_of(generation),

@@ -217,8 +217,6 @@ def test_keys_that_cannot_be_read_stop_the_start(folder: Path, tmp_path: Path) -
 
 def test_limits_of_a_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "MIN_BODY_BYTES", 1 << 20)
-    for cluster in run_cluster(folder, max_prompt_tokens=5):
-        error = cluster.post("/v1/completions", prompt="abcdef").json()["error"]
-        assert error["message"] == "prompt: the prompt has 7 tokens; allowed: at most 5 (router.max_prompt_tokens)"
+    for cluster in run_cluster(folder):
         assert cluster.post("/v1/completions", prompt="x" * 2**21).status_code == 413
         assert cluster.post("/v1/completions", prompt="abcd", n=2).status_code == 200

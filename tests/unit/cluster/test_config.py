@@ -66,10 +66,6 @@ BAD_FILES = {
         "router: {max_wait_s: 20, request_timeout_s: 10}",
         ["router.max_wait_s: got 20.0; allowed: less than router.request_timeout_s = 10.0"],
     ),
-    "longest prompt": (
-        "{router: {max_prompt_tokens: 4096}, model: {max_context: 4096}}",
-        ["router.max_prompt_tokens: got 4096; allowed: less than model.max_context = 4096, which includes the answer"],
-    ),
     "empty text": ("model: {path: ''}", [f"model.path: got ''; {TEXT}"]),
     "cluster name": (
         "name: My_Cluster",

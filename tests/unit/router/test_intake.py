@@ -61,9 +61,7 @@ def _length_of(body: GenerationBody, max_new_tokens: int | None) -> int:
     """Return the maximum length of an answer to three tokens, where 100 fit."""
     defaults = SamplingDefaults(max_new_tokens=max_new_tokens)
     tokenizer = SimpleNamespace(vocab_size=100)
-    model = cast(
-        "ServedModel", SimpleNamespace(tokenizer=tokenizer, sampling_defaults=defaults, max_prompt_tokens=None)
-    )
+    model = cast("ServedModel", SimpleNamespace(tokenizer=tokenizer, sampling_defaults=defaults))
     return _check_lengths(model, body, [1, 2, 3], 100)[1]
 
 
