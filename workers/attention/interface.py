@@ -118,6 +118,9 @@ class GraphAttention(Protocol):
 class AttentionBackend(Protocol):
     """Attention implementation. Stateless, one per worker."""
 
+    queries_at_once: int
+    """Maximum number of queries in one call of ``best_keys`` for which it is fast."""
+
     def prepare(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
     ) -> StepAttention:
@@ -138,9 +141,6 @@ class AttentionBackend(Protocol):
 
     def prepare_graph(self, shape: GraphShape) -> GraphAttention | None:
         """Return attention that a CUDA graph can capture. None if this backend does not support capture."""
-
-    queries_at_once: int
-    """Maximum number of queries in one call of ``best_keys`` for which it is fast."""
 
     def best_keys(
         self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int

@@ -23,6 +23,8 @@ _FIRST_PAGE = torch.zeros(1, dtype=torch.int64)
 class NativeAttention(TorchSelection):
     """Attention that neither copies keys nor merges within a run. Stateless. It uses as many threads as torch does."""
 
+    queries_at_once = 2048
+
     def __init__(self, compiler: Compiler | None = None) -> None:
         """Compile the library if this machine does not have it yet. Raises CannotCompileError if that fails."""
         self._library = Library.load(compiler)
@@ -42,8 +44,6 @@ class NativeAttention(TorchSelection):
 
     def prepare_graph(self, shape: GraphShape) -> None:
         """Return None, since a CPU has no graphs."""
-
-    queries_at_once = 2048
 
     def best_keys(
         self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
