@@ -72,7 +72,8 @@ class TorchSelection:
         """See ``AttentionBackend``."""
         page_size = keys.shape[2]
         step = max(MOST_SELECTED // max(selected.shape[1] * query.shape[-1], 1), 1)
-        result = empty_partial(query.float(), value_dim)
+        empty, lse = empty_partial(query, value_dim)
+        result = Partial(empty.float(), lse)
         for first in range(0, len(query), step):
             mine = slice(first, first + step)
             numbers = selected[mine].long()

@@ -41,8 +41,10 @@ class BenchShape:
     @property
     def num_weights(self) -> int:
         """Return the number of elements in all matrices. Norms are not counted."""
-        per_layer = self.hidden * (2 * (self.heads + self.kv_heads) * self.head_dim + 3 * self.inner)
-        return self.layers * per_layer + (1 if self.tied else 2) * self.vocab * self.hidden
+        # The command line needs only the shapes' names.
+        from workers.models.registry import parse_model_config
+
+        return parse_model_config(self.config_json()).num_weights
 
     @property
     def kv_row_len(self) -> int:

@@ -41,7 +41,7 @@ class GrammarGate:
             if not compiled.done():
                 continue
             self._waiting.remove((compiled, submit))
-            if self._hold(submit):
+            if self._hold(submit.room, compiled):
                 self._leader.on_message(submit, now_s)
             else:
                 self._leader.refuse(submit, "too many grammars are in use; try again")
@@ -51,11 +51,9 @@ class GrammarGate:
         for room in [room for room in self._held if not self._leader.has(room)]:
             del self._held[room]
 
-    def _hold(self, submit: Submit) -> bool:
+    def _hold(self, room: Room, compiled: Future[Compiled]) -> bool:
         """Keep a request's grammar compiled. Return False if there is no room for it."""
-        assert self._grammars is not None
-        future = self._grammars.prepare(submit.sampling.grammar)
-        if sum(map(compile_s, {*self._held.values(), future})) > _MOST_HELD_S:
+        if sum(map(compile_s, {*self._held.values(), compiled})) > _MOST_HELD_S:
             return False
-        self._held[submit.room] = future
+        self._held[room] = compiled
         return True
