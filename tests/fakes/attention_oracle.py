@@ -133,10 +133,7 @@ class ScenarioRun:
         self.device = device
         self.exchange = CpExchange(group)
         self.backend = (
-            backend
-            or choose_backend(
-                AttentionSetting.AUTO, self.device, scenario.dtype, {Feature.WINDOW, Feature.VALUE_WIDTH}
-            ).backend
+            backend or choose_backend(AttentionSetting.AUTO, self.device, scenario.dtype, {Feature.WINDOW}).backend
         )
         self.owners = 1 if scenario.passing is None else scenario.cp
         self.tables, pages_an_owner = page_tables(scenario, self.owners)

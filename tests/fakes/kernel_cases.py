@@ -82,6 +82,12 @@ class PagedCase:
     """None means the usual scale and no window."""
     value_dim: int | None = None
     """None means the head's dimension."""
+    are_in_keys: bool = False
+    """True if values are the first elements of their keys, as in latent attention."""
+
+    @property
+    def value_part(self) -> int:
+        return 0 if self.are_in_keys else 1
 
     @property
     def lengths(self) -> list[int]:
@@ -132,6 +138,18 @@ def paged_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
         key_lens=lens,
         seed=draw(st.integers(0, 99)),
     )
+
+
+LATENT = ((64, 576, 512, 128), (64, 576, 512, 16), (128, 576, 512, 1), (16, 320, 256, 6), (64, 48, 32, 80))
+"""Page sizes, widths of keys and of values, and groups, of models with latent attention."""
+
+
+@st.composite
+def latent_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
+    """Return cases like ``paged_cases``, whose values are part of their keys."""
+    page_size, head_dim, value_dim, groups = draw(st.sampled_from(LATENT))
+    case = replace(draw(paged_cases(most, dtype)), page_size=page_size, head_dim=head_dim, groups=groups, kv_heads=1)
+    return replace(case, value_dim=value_dim, are_in_keys=True)
 
 
 SPLITTING = [strategy for strategy in Strategy if strategy not in ON_ONE_RANK]
@@ -192,7 +210,8 @@ def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None
     ]
     step = backend.prepare(case.runs, [table.to(device) for table in tables], case.page_size, case.key_lens)
     data = pool.group("full_attention").to(device)
-    result = step.attend(query.to(device), data[:, :, 1, 0], data[:, :, 1, 1, :, : case.value_dim], params)
+    values = data[:, :, 1, case.value_part, :, : case.value_dim]
+    result = step.attend(query.to(device), data[:, :, 1, 0], values, params)
     compare(result, Wanted(*(torch.cat(parts) for parts in zip(*expected, strict=True))), case.dtype)
 
 
@@ -235,4 +254,4 @@ def _of_run(query: Tensor, kv: Tensor, run: Run, case: PagedCase, params: Attent
     seen = np.full((run.count, len(kv)), True) if case.key_lens is not None else positions >= key_positions
     if params.window is not None:
         seen &= key_positions > positions - params.window
-    return Wanted.of(query, kv[:, 0], kv[:, 1, :, : case.value_dim], seen, scale=params.scale)
+    return Wanted.of(query, kv[:, 0], kv[:, case.value_part, :, : case.value_dim], seen, scale=params.scale)

@@ -9,6 +9,7 @@ import torch
 
 from tests.fakes.attention_params import params_for, shape_for
 from tests.fakes.kv import kv_pool
+from workers.attention.interface import AttentionParams
 from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
@@ -35,9 +36,29 @@ def _attention(dtype: torch.dtype, head_dim: int, groups: int, page_size: int) -
     return launch
 
 
-def _rows() -> object:
-    run, kv = [Run(0, 0, 700, 1)], torch.zeros(700, 2, 128, dtype=torch.bfloat16)
-    return TritonAttention().prepare_rows(run, run).attend(kv.repeat(1, 4, 1), kv, kv, params_for(kv))
+def _rows(key_dim: int = 128, groups: int = 4) -> Callable[[], object]:
+    """Return a launch with values of 128 elements."""
+
+    def launch() -> object:
+        run, key, value = [Run(0, 0, 700, 1)], _bf16(700, 2, key_dim), _bf16(700, 2, 128)
+        return TritonAttention().prepare_rows(run, run).attend(key.repeat(1, groups, 1), key, value, params_for(key))
+
+    return launch
+
+
+def _latents(groups: int, page_size: int = 64, dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
+    """Return launches with keys of 576 elements, of which the first 512 are values, for a prompt and for one token."""
+
+    def launch() -> object:
+        params = AttentionParams(0.1, value_dim=512)
+        kv = params.key_and_value([torch.zeros(1024 // page_size, 1, page_size, 576, dtype=dtype)])
+        table = torch.arange(len(kv[0]))
+        for run in (Run(0, 300, 700, 1), Run(0, 999, 1, 1)):
+            query = torch.zeros(run.count, groups, 576, dtype=dtype)
+            launched = TritonAttention().prepare([run], [table], page_size).attend(query, *kv, params)
+        return launched
+
+    return launch
 
 
 def _bf16(*shape: int) -> torch.Tensor:
@@ -146,7 +167,12 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "attention of five heads each": _attention(torch.bfloat16, 128, 5, 64),
     "attention in fp16": _attention(torch.float16, 128, 4, 64),
     "attention in fp32": _attention(torch.float32, 64, 1, 64),
-    "attention of rows": _rows,
+    "attention of rows": _rows(),
+    "attention of expanded latents": _rows(192, 1),
+    "attention of latents": _latents(128),
+    "attention of a rank's latents": _latents(16),
+    "attention of latents in small pages": _latents(20, 16),
+    "attention of latents in fp32": _latents(128, 64, torch.float32),
     "decode": _decode(128, 8, 4),
     "decode of one head": _decode(128, 1, 8),
     "decode of wide heads": _decode(256, 1, 16),

@@ -231,7 +231,7 @@ def check_joined_parts(data: st.DataObject, device: str) -> None:
             segments=segments.to(device),
             tables=torch.zeros(1, dtype=torch.int64).to(device),
             page_size=0,
-            blocks=blocks_for(num_queries * groups, dim, dtype.itemsize, 0),
+            blocks=blocks_for(num_queries, groups, head_dim=dim, value_dim=dim, itemsize=dtype.itemsize, page_size=0),
             scale=dim**-0.5,
             parts=Parts(found, found[:, :, 0].clone(), arrived),
         )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.attention_params import params_for, shape_for
-from tests.fakes.kernel_cases import DTYPES, PagedCase, Wanted, check_paged, check_rows, compiled_cases
+from tests.fakes.kernel_cases import DTYPES, PagedCase, Wanted, check_paged, check_rows, compiled_cases, latent_cases
 from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
 from tests.unit.workers.test_row_attention import rank_pairs
@@ -23,6 +23,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compil
 @given(st.data())
 def test_pages(data: st.DataObject) -> None:
     check_paged(TritonAttention(), data.draw(compiled_cases(4097, data.draw(DTYPES))), "cuda")
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_values_in_keys(data: st.DataObject) -> None:
+    check_paged(TritonAttention(), data.draw(latent_cases(4097, data.draw(DTYPES))), "cuda")
 
 
 @settings(max_examples=50)

@@ -20,8 +20,7 @@ class Feature(StrEnum):
     """Feature that only some backends support."""
 
     WINDOW = "sliding windows"
-    VALUE_WIDTH = "values that differ in width from keys"
-    WIDE_KEYS = "keys wider than 256 elements"
+    WIDE_KEYS = "keys wider than 256 elements, or than 576 with their values inside"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +96,8 @@ class GraphShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Width of a query, and of a key."""
+    value_dim: int
     dtype: torch.dtype
     device: Device
 

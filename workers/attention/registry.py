@@ -41,8 +41,8 @@ BACKENDS = {
     "triton": Entry("workers.attention.triton.backend:TritonAttention", ("cuda",), frozenset({Feature.WIDE_KEYS})),
 }
 
-_WIDE = 256
-"""Maximum width of keys for the kernels' shared memory."""
+_WIDE, _WIDE_LATENT = 256, 576
+"""Maximum width of keys for the kernels' shared memory: beside values, and with their values inside."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,10 +69,8 @@ def needs_of(groups: Iterable[KvGroup]) -> frozenset[Feature]:
     for group in groups:
         if group.window is not None:
             needs.add(Feature.WINDOW)
-        # A latent contains both keys and narrower values.
-        if [part.name for part in group.parts] != ["k", "v"] or len({part.dim for part in group.parts}) > 1:
-            needs.add(Feature.VALUE_WIDTH)
-        if max(part.dim for part in group.parts) > _WIDE:
+        has_values = "v" in {part.name for part in group.parts}
+        if max(part.dim for part in group.parts) > (_WIDE if has_values else _WIDE_LATENT):
             needs.add(Feature.WIDE_KEYS)
     return frozenset(needs)
 

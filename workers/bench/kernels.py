@@ -138,6 +138,7 @@ def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> Kernel
             num_heads=shape.heads,
             num_kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
+            value_dim=shape.head_dim,
             dtype=query.dtype,
             device=pool.device,
         )

@@ -132,6 +132,7 @@ class DecodeGraphs:
             num_heads=model.attention.num_heads,
             num_kv_heads=pool.row_shape(0)[0],
             head_dim=model.attention.query_dim,
+            value_dim=model.attention.value_dim,
             dtype=model.dtype,
             device=model.device,
         )

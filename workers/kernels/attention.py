@@ -1,8 +1,8 @@
 """Attention of query tiles over segments of keys, in pages or rows, with its log-sum-exp.
 
 One pass with a running maximum (Milakov and Gimelshein, arXiv:1805.02867; Dao, arXiv:2307.08691). The G query heads
-of a kv head are rows of one tile, so each key is read once for all of them. The reference implementation is
-workers.attention.torch_backend.
+of a kv head are rows of one tile, so each key is read once for all of them. Values that are the first elements of their
+keys are not read again. The reference implementation is workers.attention.torch_backend.
 """
 
 import math
@@ -33,32 +33,55 @@ _LN_2 = tl.constexpr(math.log(2.0))
 
 MOST_BLOCK_KEYS = 64
 """Maximum number of keys per block. The first key of a paged segment has an index that is a multiple of this number."""
+PROCESSORS = 132
+"""Number of multiprocessors of an H100 or H200."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
     """Block sizes of a program."""
 
+    heads: int
+    """Number of query heads, which share a KV head."""
     rows: int
-    """Number of queries times G."""
+    """Number of queries times ``heads``, at most."""
     keys: int
     warps: int
     stages: int
     joined_rows: int
-    """Number of queries times G in each part that the program joins."""
+    """Number of queries times ``heads`` in each part that the program joins."""
+    programs: int = 2 * PROCESSORS
+    """Number of programs that fit a GPU."""
+
+    @property
+    def queries(self) -> int:
+        return self.rows // self.heads
 
 
-def blocks_for(rows: int, head_dim: int, itemsize: int, page_size: int) -> Blocks:
-    """Return block sizes for tiles of up to ``rows`` rows. Page size 0 means that keys are in rows."""
-    if itemsize > 2:
-        most = min(rows, 32)
-        return Blocks(block_of(most, 16), 32, 8, 2, block_of(most))
-    is_large = head_dim > 128
-    most_rows = min(rows, 64 if is_large else 128)
-    warps = 4 if rows <= 16 and not is_large else 8
+def blocks_for(
+    num_queries: int, groups: int, *, head_dim: int, value_dim: int, itemsize: int, page_size: int
+) -> Blocks:
+    """Return block sizes for tiles of up to ``num_queries`` queries with ``groups`` heads per KV head.
+
+    Page size 0 means that keys are in rows.
+    """
+    is_wide, is_large, is_fp32 = head_dim > 256, value_dim > 128, itemsize > 2
+    most_rows = (16 if is_wide else 32) if is_fp32 else (64 if is_large else 128)
+    heads = next(heads for heads in range(min(groups, most_rows), 0, -1) if groups % heads == 0)
+    rows = min(num_queries * heads, most_rows)
+    # Products of few wide rows would not overlap with loads.
+    block_rows = most_rows if is_wide else block_of(rows, 16)
+    sizes = {"heads": heads, "rows": block_rows, "joined_rows": block_of(rows), "warps": 8}
+    if is_fp32:
+        return Blocks(**sizes, keys=32 if head_dim == value_dim else 16, stages=2)
+    if is_wide:
+        # Shared memory holds one program. With a page number per key, 64 keys would spill.
+        keys = MOST_BLOCK_KEYS if page_size % MOST_BLOCK_KEYS == 0 else 32
+        return Blocks(**sizes, keys=keys, stages=2, programs=PROCESSORS)
+    if rows <= 16 and not is_large:
+        sizes["warps"] = 4
     # The page number is loaded before the page, so together they take two of the stages.
-    stages = 5 if page_size and not is_large else 3
-    return Blocks(block_of(most_rows, 16), 32 if is_large else MOST_BLOCK_KEYS, warps, stages, block_of(most_rows))
+    return Blocks(**sizes, keys=32 if is_large else MOST_BLOCK_KEYS, stages=5 if page_size and head_dim <= 128 else 3)
 
 
 def attend(
@@ -84,24 +107,32 @@ def attend(
     elements of a head are adjacent. With a ``window``, a query sees only the last ``window`` of its segment's visible
     keys. Without ``parts``, every tile has all keys of its queries.
     """
-    num_kv_heads, head_dim, value_dim = key.shape[1], query.shape[2], value.shape[3]
     if not len(tiles):
         return
+    if (num_shares := query.shape[1] // key.shape[1] // blocks.heads) > 1:
+        # Each share of the only KV head's query heads gets programs of its own.
+        key, value = (x.expand(-1, num_shares, -1, -1) for x in (key, value))
+    num_kv_heads, head_dim, value_dim = key.shape[1], query.shape[2], value.shape[3]
+    # Wide keys are multiplied in two blocks, since 576 elements would take one of 1,024.
+    key_dim = min(value_dim, head_dim)
     tensors = (query, key, value, out, lse, *(parts or (None, None, None)), tiles, segments, tables)
     strides = (*query.stride()[:2], *key.stride()[:3], *value.stride()[:3])
     _attend_kernel[(len(tiles), num_kv_heads)](
         *tensors,
         *strides,
         math.log2(math.e) * scale,
-        GROUPS=query.shape[1] // num_kv_heads,
+        GROUPS=blocks.heads,
         NUM_HEADS=query.shape[1],
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
+        KEY_DIM=key_dim,
+        ARE_IN_KEYS=are_in_keys(key, value),
         WINDOW=window or 0,
         PAGE_SIZE=page_size,
         BLOCK_ROWS=blocks.rows,
         BLOCK_KEYS=blocks.keys,
-        BLOCK_DIM=block_of(head_dim, 16),
+        BLOCK_DIM=block_of(key_dim, 16),
+        BLOCK_REST_DIM=block_of(head_dim - key_dim, 16) if key_dim < head_dim else 0,
         BLOCK_VALUE_DIM=block_of(value_dim, 16),
         BLOCK_PARTS=parts_at_once(blocks.joined_rows) if parts else 0,
         JOINED_ROWS=blocks.joined_rows if parts else 0,
@@ -111,14 +142,20 @@ def attend(
     )
 
 
+def are_in_keys(key: Tensor, value: Tensor) -> bool:
+    """Return whether values are the first elements of their keys."""
+    return key.data_ptr() == value.data_ptr() and key.stride() == value.stride()
+
+
 @triton.jit
 def _attend_kernel(
     query, key, value, out, lse, parts, parts_lse, arrived, tiles, segments, tables,
     query_row_stride, query_head_stride, key_page_stride, key_head_stride, key_slot_stride,
     value_page_stride, value_head_stride, value_slot_stride, scale,
     GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr,
+    KEY_DIM: tl.constexpr, ARE_IN_KEYS: tl.constexpr, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_REST_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, JOINED_ROWS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0) * _NUM_TILE_FIELDS
@@ -130,9 +167,14 @@ def _attend_kernel(
 
     rows, dims = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
     queries, heads = rows // GROUPS, kv_head * GROUPS + rows % GROUPS
-    is_held = (queries < num_queries)[:, None] & (dims < HEAD_DIM)[None, :]
-    query_rows = (first_row + queries) * query_row_stride + heads * query_head_stride
-    asked = tl.load(query + query_rows[:, None] + dims[None, :], mask=is_held, other=0.0).to(OPERAND)
+    is_query = (queries < num_queries)[:, None]
+    query_rows = query + ((first_row + queries) * query_row_stride + heads * query_head_stride)[:, None]
+    asked = tl.load(query_rows + dims[None, :], mask=is_query & (dims < KEY_DIM)[None, :], other=0.0).to(OPERAND)
+    asked_rest = asked
+    if BLOCK_REST_DIM > 0:
+        rest = KEY_DIM + tl.arange(0, BLOCK_REST_DIM)
+        asked_rest = tl.load(query_rows + rest[None, :], mask=is_query & (rest < HEAD_DIM)[None, :], other=0.0)
+        asked_rest = asked_rest.to(OPERAND)
     indices = first_index + queries
     last_index = first_index + num_queries - 1
 
@@ -147,15 +189,17 @@ def _attend_kernel(
         )
         for start in range(begin, begin + whole, BLOCK_KEYS):
             found, peak, total = _attend_block(
-                asked, key, value, found, peak, total, table, first_key, start, stop, last_seen,
-                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale, dims,
-                HEAD_DIM, VALUE_DIM, WINDOW, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, BLOCK_VALUE_DIM, OPERAND, False,
+                asked, asked_rest, key, value, found, peak, total, table, first_key, start, stop, last_seen,
+                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale,
+                HEAD_DIM, VALUE_DIM, KEY_DIM, ARE_IN_KEYS, WINDOW, PAGE_SIZE,
+                BLOCK_KEYS, BLOCK_DIM, BLOCK_REST_DIM, BLOCK_VALUE_DIM, OPERAND, False,
             )  # fmt: skip
         for start in range(begin + whole, stop, BLOCK_KEYS):
             found, peak, total = _attend_block(
-                asked, key, value, found, peak, total, table, first_key, start, stop, last_seen,
-                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale, dims,
-                HEAD_DIM, VALUE_DIM, WINDOW, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, BLOCK_VALUE_DIM, OPERAND, True,
+                asked, asked_rest, key, value, found, peak, total, table, first_key, start, stop, last_seen,
+                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale,
+                HEAD_DIM, VALUE_DIM, KEY_DIM, ARE_IN_KEYS, WINDOW, PAGE_SIZE,
+                BLOCK_KEYS, BLOCK_DIM, BLOCK_REST_DIM, BLOCK_VALUE_DIM, OPERAND, True,
             )  # fmt: skip
 
     # Not "total > 0", which would hide a NaN.
@@ -193,10 +237,11 @@ def _load_segment(
 
 @triton.jit
 def _attend_block(
-    asked, key, value, found, peak, total, table, first_key, start, stop, last_seen,
-    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale, dims,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr,
+    asked, asked_rest, key, value, found, peak, total, table, first_key, start, stop, last_seen,
+    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, ARE_IN_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_REST_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr,
     OPERAND: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys to a tile's sums, which are scaled by ``2**-peak``."""
@@ -208,10 +253,13 @@ def _attend_block(
     else:
         pages, slots = tl.load(table + keys // PAGE_SIZE, mask=keys < stop, other=0), keys % PAGE_SIZE
     slots = slots.to(tl.int64)
-    key_block = _load_block(
-        key, pages * key_page_stride + slots * key_slot_stride, keys < stop, dims, HEAD_DIM, BLOCK_DIM, IS_MASKED
-    )
-    scores = tl.dot(asked, tl.trans(key_block.to(OPERAND)), input_precision="ieee") * scale
+    key_rows = pages * key_page_stride + slots * key_slot_stride
+    key_block = _load_block(key, key_rows, keys < stop, KEY_DIM, BLOCK_DIM, IS_MASKED)
+    scores = tl.dot(asked, tl.trans(key_block.to(OPERAND)), input_precision="ieee")
+    if BLOCK_REST_DIM > 0:
+        rest_block = _load_block(key + KEY_DIM, key_rows, keys < stop, HEAD_DIM - KEY_DIM, BLOCK_REST_DIM, IS_MASKED)
+        scores = tl.dot(asked_rest, tl.trans(rest_block.to(OPERAND)), scores, input_precision="ieee")
+    scores *= scale
     if IS_MASKED:
         seen = (keys[None, :] <= last_seen[:, None]) & (keys < stop)[None, :]
         if WINDOW > 0:
@@ -221,9 +269,10 @@ def _attend_block(
     reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores - reference[:, None])
     decay = tl.exp2(peak - reference)
-    value_dims = tl.arange(0, BLOCK_VALUE_DIM)
-    value_rows = pages * value_page_stride + slots * value_slot_stride
-    value_block = _load_block(value, value_rows, keys < stop, value_dims, VALUE_DIM, BLOCK_VALUE_DIM, IS_MASKED)
+    value_block = key_block
+    if not ARE_IN_KEYS:
+        value_rows = pages * value_page_stride + slots * value_slot_stride
+        value_block = _load_block(value, value_rows, keys < stop, VALUE_DIM, BLOCK_VALUE_DIM, IS_MASKED)
     rounded = weights.to(value_block.dtype).to(OPERAND)
     found = tl.dot(rounded, value_block.to(OPERAND), found * decay[:, None], input_precision="ieee")
     return found, new_peak, total * decay + tl.sum(weights, 1)
@@ -231,10 +280,10 @@ def _attend_block(
 
 @triton.jit
 def _load_block(
-    memory, offsets, is_there, dims,
-    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_MASKED: tl.constexpr,
+    memory, offsets, is_there, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_MASKED: tl.constexpr
 ):  # fmt: skip
     """Load rows of ``memory``. Absent rows are read as zeros, since their memory may hold NaN."""
+    dims = tl.arange(0, BLOCK_DIM)
     elements = memory + offsets[:, None] + dims[None, :]
     if IS_MASKED:
         block = tl.load(elements, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)

@@ -18,7 +18,8 @@ from workers.kernels.launch import block_of
 _BLOCK = tl.constexpr(64)
 """Number of parts joined into a block before all blocks are joined, which keeps both loops short."""
 _ROWS_AT_ONCE = 64
-"""Number of rows joined per iteration. With many more, registers spill."""
+_DIMS_AT_ONCE = tl.constexpr(256)
+"""Number of rows, and of their dimensions, that are joined at a time. With many more, registers spill."""
 
 PART_FIELDS = ("part", "num_parts", "first_slot", "slot_step")
 """Fields of a part. Its slots begin at ``first_slot + part * slot_step``, one per query."""
@@ -52,14 +53,14 @@ def store_result(
     part, num_parts = tl.load(part_fields), tl.load(part_fields + 1)
     if num_parts == 1:
         _store(
-            out, lse, first_row, found, found_lse, num_queries, kv_head,
-            GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM,
+            out, lse, first_row, found, found_lse, num_queries, kv_head, 0,
+            GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM, True,
         )  # fmt: skip
     elif BLOCK_PARTS > 0:
         first_slot, slot_step = tl.load(part_fields + 2), tl.load(part_fields + 3)
         _store(
-            parts, parts_lse, first_slot + part * slot_step, found, found_lse, num_queries, kv_head,
-            GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM,
+            parts, parts_lse, first_slot + part * slot_step, found, found_lse, num_queries, kv_head, 0,
+            GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM, True,
         )  # fmt: skip
         _join_if_last(
             out, lse, parts, parts_lse, arrived, part, num_parts, first_slot, slot_step,
@@ -79,34 +80,38 @@ def _join_if_last(
     first = part // _BLOCK * _BLOCK
     first_of_block = first_slot + first * slot_step
     count = tl.minimum(num_parts - first, _BLOCK)
+    DIMS: tl.constexpr = min(BLOCK_DIM, _DIMS_AT_ONCE)
     if _is_last(counters + first_of_block * num_counters, count):
-        joined, joined_lse = _join(
-            parts, parts_lse, first_of_block, slot_step, count, num_queries, kv_head,
-            GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_PARTS, BLOCK_ROWS, BLOCK_DIM,
-        )  # fmt: skip
-        if num_parts <= _BLOCK:
-            _store(
-                out, lse, first_row, joined, joined_lse, num_queries, kv_head,
-                GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM,
+        for dim in tl.static_range(0, BLOCK_DIM, DIMS):
+            joined, joined_lse = _join(
+                parts, parts_lse, first_of_block, slot_step, count, num_queries, kv_head, dim,
+                GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_PARTS, BLOCK_ROWS, DIMS,
             )  # fmt: skip
-        else:
-            # Other threads of this program may still be reading the slots.
-            tl.debug_barrier()
-            _store(
-                parts, parts_lse, first_of_block, joined, joined_lse, num_queries, kv_head,
-                GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM,
-            )  # fmt: skip
+            if num_parts <= _BLOCK:
+                _store(
+                    out, lse, first_row, joined, joined_lse, num_queries, kv_head, dim,
+                    GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, DIMS, dim + DIMS == BLOCK_DIM,
+                )  # fmt: skip
+            else:
+                # Other threads of this program may still be reading the slots.
+                tl.debug_barrier()
+                _store(
+                    parts, parts_lse, first_of_block, joined, joined_lse, num_queries, kv_head, dim,
+                    GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, DIMS, dim + DIMS == BLOCK_DIM,
+                )  # fmt: skip
+        if num_parts > _BLOCK:
             num_blocks = tl.cdiv(num_parts, _BLOCK)
             # The second part does not begin a block, so its counter is free.
             if _is_last(counters + (first_slot + slot_step) * num_counters, num_blocks):
-                joined, joined_lse = _join(
-                    parts, parts_lse, first_slot, slot_step * _BLOCK, num_blocks, num_queries, kv_head,
-                    GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_PARTS, BLOCK_ROWS, BLOCK_DIM,
-                )  # fmt: skip
-                _store(
-                    out, lse, first_row, joined, joined_lse, num_queries, kv_head,
-                    GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM,
-                )  # fmt: skip
+                for dim in tl.static_range(0, BLOCK_DIM, DIMS):
+                    joined, joined_lse = _join(
+                        parts, parts_lse, first_slot, slot_step * _BLOCK, num_blocks, num_queries, kv_head, dim,
+                        GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_PARTS, BLOCK_ROWS, DIMS,
+                    )  # fmt: skip
+                    _store(
+                        out, lse, first_row, joined, joined_lse, num_queries, kv_head, dim,
+                        GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, DIMS, dim + DIMS == BLOCK_DIM,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -122,12 +127,12 @@ def _is_last(counter, count):
 
 @triton.jit
 def _join(
-    found, found_lse, first_slot, slot_step, count, num_queries, kv_head,
+    found, found_lse, first_slot, slot_step, count, num_queries, kv_head, first_dim,
     GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Join ``count`` parts. Return ``[BLOCK_ROWS, BLOCK_DIM]`` and the lse of each row."""
-    parts, rows, dims = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
+    """Join BLOCK_DIM dimensions of parts. Return ``[BLOCK_ROWS, BLOCK_DIM]`` and the lse of each row."""
+    parts, rows, dims = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_ROWS), first_dim + tl.arange(0, BLOCK_DIM)
     offsets = rows // GROUPS * NUM_HEADS + kv_head * GROUPS + rows % GROUPS
     joined = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
@@ -157,14 +162,15 @@ def _join(
 
 @triton.jit
 def _store(
-    out, lse, first_row, found, found_lse, num_queries, kv_head,
+    out, lse, first_row, found, found_lse, num_queries, kv_head, first_dim,
     GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    rows, dims = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
+    rows, dims = tl.arange(0, BLOCK_ROWS), first_dim + tl.arange(0, BLOCK_DIM)
     is_row = rows < num_queries * GROUPS
     offsets = (first_row + rows // GROUPS).to(tl.int64) * NUM_HEADS + kv_head * GROUPS + rows % GROUPS
-    tl.store(lse + offsets, found_lse, mask=is_row)
+    if HAS_LSE:
+        tl.store(lse + offsets, found_lse, mask=is_row)
     tl.store(
         out + offsets[:, None] * HEAD_DIM + dims[None, :],
         found.to(out.dtype.element_ty),

@@ -59,18 +59,21 @@ def test_a_model_that_needs_more_than_a_backend_has() -> None:
     )
     with pytest.raises(UserError, match=message):
         choose_backend(AttentionSetting.NATIVE, CPU, torch.bfloat16, {Feature.WINDOW})
-    some = {Feature.WINDOW, Feature.VALUE_WIDTH}
+    some = {Feature.WINDOW}
     choice = choose_backend(AttentionSetting.AUTO, CPU, torch.bfloat16, some)
     lacks = "native lacks sliding windows"
     assert (choice.name, choice.reason) == ("torch", lacks)
     assert choose_backend(AttentionSetting.AUTO, GPU, torch.bfloat16, some).name == "triton"
 
 
-def test_keys_of_latent_attention_are_too_wide_for_kernels() -> None:
+def test_keys_that_are_too_wide_for_kernels() -> None:
     choice = choose_backend(AttentionSetting.AUTO, GPU, torch.bfloat16, {Feature.WIDE_KEYS})
-    assert (choice.name, choice.reason) == ("torch", "triton lacks keys wider than 256 elements")
+    assert (choice.name, choice.reason) == (
+        "torch",
+        "triton lacks keys wider than 256 elements, or than 576 with their values inside",
+    )
     for setting in (AttentionSetting.TRITON, AttentionSetting.FLASH_ATTN):
-        message = f"got {setting}, which lacks keys wider than 256 elements; allowed on cuda .*: auto, torch"
+        message = f"got {setting}, which lacks keys wider than 256 elements.*; allowed on cuda .*: auto, torch"
         with pytest.raises(UserError, match=message):
             choose_backend(setting, GPU, torch.bfloat16, {Feature.WIDE_KEYS})
 
@@ -80,9 +83,10 @@ def test_needs_follow_from_the_groups_that_a_model_stores() -> None:
     k, v = plain.parts
     assert needs_of([plain]) == set()
     assert needs_of([plain, replace(plain, window=4)]) == {Feature.WINDOW}
-    assert needs_of([replace(plain, parts=(k, replace(v, dim=6)))]) == {Feature.VALUE_WIDTH}
-    assert needs_of([replace(plain, parts=(k,))]) == {Feature.VALUE_WIDTH}
-    assert needs_of([replace(plain, parts=(replace(k, dim=576),))]) == {Feature.VALUE_WIDTH, Feature.WIDE_KEYS}
+    assert needs_of([replace(plain, parts=(k, replace(v, dim=6)))]) == set()
+    assert needs_of([replace(plain, parts=(replace(k, dim=512), v))]) == {Feature.WIDE_KEYS}
+    assert needs_of([replace(plain, parts=(replace(k, name="latent", dim=576),))]) == set()
+    assert needs_of([replace(plain, parts=(replace(k, name="latent", dim=640),))]) == {Feature.WIDE_KEYS}
 
 
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,19 +98,26 @@ class _Work:
             groups = query.shape[1] // key.shape[1]
             few = [item for item in self._items if item.num_queries * groups <= _FEW_ROWS]
             many = [item for item in self._items if item.num_queries * groups > _FEW_ROWS]
-            self._launches = [self._prepare_launch(items, query, key) for items in (few, many) if items]
+            self._launches = [self._prepare_launch(items, query, key, value) for items in (few, many) if items]
         for launch, arrived in self._launches:
             parts = None if arrived is None else unwritten_parts(query, value.shape[-1], arrived)
             launch(query, key, value, *result, scale=scale, parts=parts)
         return result
 
-    def _prepare_launch(self, items: Sequence[Item], query: Tensor, key: Tensor) -> tuple[partial[None], Tensor | None]:
-        num_kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-        most_rows = max(item.num_queries for item in items) * groups
-        blocks = blocks_for(most_rows, query.shape[2], query.itemsize, self._page_size)
-        num_queries = blocks.rows // groups
-        parts = split(items, num_queries, num_kv_heads, blocks.keys)
-        tiling = make_tiles(items, num_queries) if parts is None else make_tiles(parts, num_queries, in_parts=True)
+    def _prepare_launch(
+        self, items: Sequence[Item], query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[partial[None], Tensor | None]:
+        blocks = blocks_for(
+            max(item.num_queries for item in items),
+            query.shape[1] // key.shape[1],
+            head_dim=query.shape[2],
+            value_dim=value.shape[-1],
+            itemsize=query.itemsize,
+            page_size=self._page_size,
+        )
+        num_shares = query.shape[1] // blocks.heads
+        parts = split(items, blocks.queries, blocks.programs // num_shares, blocks.keys)
+        tiling = make_tiles(parts or items, blocks.queries, in_parts=parts is not None)
         launch = partial(
             attend,
             tiles=device_of(key).put(torch.from_numpy(tiling.tiles)),
@@ -120,7 +127,7 @@ class _Work:
             blocks=blocks,
             window=self._window,
         )
-        return launch, key.new_zeros(tiling.num_slots, num_kv_heads, dtype=torch.int32) if tiling.num_slots else None
+        return launch, key.new_zeros(tiling.num_slots, num_shares, dtype=torch.int32) if tiling.num_slots else None
 
 
 class _PagedStep:

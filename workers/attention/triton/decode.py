@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workers.attention.interface import AttentionParams, GraphShape
 from workers.attention.merge import Partial
-from workers.attention.triton.tiling import PROGRAMS, fair_share, piece_lens
+from workers.attention.triton.tiling import fair_share, piece_lens
 from workers.kernels.attention import SEGMENT_FIELDS, TILE_FIELDS, attend, blocks_for
 from workers.kernels.partials import Parts
 
@@ -34,10 +34,18 @@ class DecodeAttention:
     """
 
     def __init__(self, shape: GraphShape) -> None:
-        self._shape, num_requests, num_kv_heads = shape, shape.num_requests, shape.num_kv_heads
-        groups = shape.num_heads // num_kv_heads
-        self._blocks = blocks_for(groups, shape.head_dim, shape.dtype.itemsize, shape.page_size)
-        self._num_tiles = num_requests + PROGRAMS // num_kv_heads
+        self._shape, num_requests = shape, shape.num_requests
+        self._blocks = blocks_for(
+            1,
+            shape.num_heads // shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
+            itemsize=shape.dtype.itemsize,
+            page_size=shape.page_size,
+        )
+        num_shares = shape.num_heads // self._blocks.heads
+        self._programs = self._blocks.programs // num_shares
+        self._num_tiles = num_requests + self._programs
         sizes = [self._num_tiles * len(fields) for fields in (TILE_FIELDS, SEGMENT_FIELDS)]
         # A word holds two int32, and tables begin at a multiple of 16 bytes.
         self._num_words = -(-sum(sizes) // 4) * 2
@@ -47,7 +55,7 @@ class DecodeAttention:
         self._tiles, self._segments = (
             part.view(self._num_tiles, -1) for part in torch.split(numbers[: sum(sizes)], sizes)
         )
-        self.arrived = torch.zeros(self._num_tiles, num_kv_heads, dtype=torch.int32, device=shape.device.torch_device)
+        self.arrived = torch.zeros(self._num_tiles, num_shares, dtype=torch.int32, device=shape.device.torch_device)
 
     def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
         num_requests, most_pages = self._shape.num_requests, self._shape.most_pages
@@ -69,7 +77,7 @@ class DecodeAttention:
         self, lens: NDArray[np.int64], first_pages: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return tiles and segments like ``tiling.make_tiles``, in request order, with empty tiles at the end."""
-        steps = piece_lens(lens, fair_share(int(lens.sum()), self._shape.num_kv_heads), self._blocks.keys)
+        steps = piece_lens(lens, fair_share(int(lens.sum()), self._programs), self._blocks.keys)
         counts = -(-lens // steps)
         rows = np.repeat(np.arange(len(lens)), counts)
         first_tiles, tile = (np.cumsum(counts) - counts)[rows], np.arange(len(rows))

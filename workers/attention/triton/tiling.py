@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 Indices = NDArray[np.int32]
 
-PROGRAMS = 2 * 132
-"""Number of programs that keeps every multiprocessor of an H100 or H200 busy. With fewer tiles, keys are split."""
 LEAST_KEYS = 256
 """Minimum number of keys for which a separate partial pays off."""
 
@@ -44,18 +42,19 @@ class Tiling:
     """Number of slots for partial results. 0 if every tile has all keys of its queries."""
 
 
-def fair_share(num_keys: int, num_kv_heads: int) -> int:
-    return max(-(-num_keys * num_kv_heads // PROGRAMS), LEAST_KEYS)
+def fair_share(num_keys: int, programs: int) -> int:
+    """Return the number of keys of each program, of as many as a GPU runs at a time."""
+    return max(-(-num_keys // programs), LEAST_KEYS)
 
 
-def split(items: Sequence[Item], queries_a_tile: int, num_kv_heads: int, block_keys: int) -> list[Item] | None:
-    """Split items into segments of nearly equal work. Return None if there are enough tiles already.
+def split(items: Sequence[Item], queries_a_tile: int, programs: int, block_keys: int) -> list[Item] | None:
+    """Split items into segments of nearly equal work. Return None if there are enough tiles for ``programs`` already.
 
     A segment shorter than two fair shares is not split, since that would leave only a small remainder.
     """
     lens = [[segment.stop - segment.begin for segment in item.segments] for item in items]
     tiles = [-(-item.num_queries // queries_a_tile) for item in items]
-    share = fair_share(sum(count * sum(of_item) for count, of_item in zip(tiles, lens, strict=True)), num_kv_heads)
+    share = fair_share(sum(count * sum(of_item) for count, of_item in zip(tiles, lens, strict=True)), programs)
     if max((length for of_item in lens for length in of_item), default=0) < 2 * share:
         return None
     parts = [[part for segment in item.segments for part in _split(segment, share, block_keys)] for item in items]

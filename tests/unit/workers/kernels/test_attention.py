@@ -5,7 +5,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.kernel_cases import DTYPES, PagedCase, any_params, check_paged, check_rows, paged_cases, prompt_cases
+from tests.fakes.kernel_cases import (
+    DTYPES,
+    PagedCase,
+    any_params,
+    check_paged,
+    check_rows,
+    latent_cases,
+    paged_cases,
+    prompt_cases,
+)
 from tests.unit.workers.test_row_attention import new_rows, rank_pairs
 from workers.attention.interface import AttentionParams
 from workers.attention.runs import Run
@@ -47,6 +56,12 @@ def test_prompts_of_any_length(case: PagedCase) -> None:
 @given(paged_cases(150, torch.float32).flatmap(any_params))
 def test_any_scale_window_and_width(case: PagedCase) -> None:
     check_paged(TritonAttention(), case, "cpu")
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_values_in_keys(data: st.DataObject) -> None:
+    check_paged(TritonAttention(), data.draw(latent_cases(150, data.draw(DTYPES))), "cpu")
 
 
 @settings(max_examples=4)

@@ -14,12 +14,21 @@ import pytest
 from tests.fakes.kernel_compiler import MOST_SHARED_BYTES, spills_among_products
 from tests.fakes.kernel_launches import LAUNCHES
 
-ORDINARY = {"attention", "gate of experts", "copy of a pool", "decode of one head", "decode of narrow heads"}
+ORDINARY = {
+    "attention",
+    "attention of latents",
+    "gate of experts",
+    "copy of a pool",
+    "decode of one head",
+    "decode of narrow heads",
+}
 ANY_SIZE = {"merges of any length", "draws of any number"}
 USUAL = ORDINARY | ANY_SIZE
 """Kernels compiled in one process, which most tests share."""
 MOST_SPILLED_BYTES = {
     "attention of five heads each": 32,
+    "attention of a rank's latents": 8,
+    "attention of latents in small pages": 72,
     "decode of five heads each": 32,
     "decode of narrow heads": 16,
     "decode of pairs of wide heads": 8,

@@ -297,7 +297,7 @@ def test_fixed_tiles_hold_any_lengths(lens: list[int], num_kv_heads: int) -> Non
     used = segments[:num_used]
     assert not tiles[num_used:, 1].any()
     longest = int((used[:, 3] - used[:, 2]).max())
-    assert longest < 2 * fair_share(sum(lens), num_kv_heads) + 64
+    assert longest < 2 * fair_share(sum(lens), 264 // num_kv_heads) + 64
     at = 0
     for row, length in enumerate(lens):
         count = tiles[at, 6]

@@ -51,8 +51,11 @@ def test_attention_is_warmed_up_in_blocks_of_every_size(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(backend, "attend", note_attend)
     one.warm_up()
-    groups = config.attention.num_heads // config.attention.num_kv_heads
-    blocks = {blocks_for(num_queries * groups, config.attention.head_dim, 2, 64) for num_queries in range(1, 4096)}
+    groups, dim = config.attention.num_heads // config.attention.num_kv_heads, config.attention.head_dim
+    blocks = {
+        blocks_for(num_queries, groups, head_dim=dim, value_dim=dim, itemsize=2, page_size=64)
+        for num_queries in range(1, 4096)
+    }
     assert seen == set(product(blocks, (True, False)))
 
 
