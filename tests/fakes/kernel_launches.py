@@ -5,12 +5,15 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
+import numpy as np
 import torch
 
 from tests.fakes.attention_params import params_for, shape_for
 from tests.fakes.kv import kv_pool
 from workers.attention.interface import AttentionParams
+from workers.attention.merge import empty_partial
 from workers.attention.runs import Run
+from workers.attention.selection import IndexQueries
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.kernels.copy_pages import copy_pages
@@ -57,6 +60,22 @@ def _latents(groups: int, page_size: int = 64, dtype: torch.dtype = torch.bfloat
             query = torch.zeros(run.count, groups, 576, dtype=dtype)
             launched = TritonAttention().prepare([run], [table], page_size).attend(query, *kv, params)
         return launched
+
+    return launch
+
+
+def _selection(num_queries: int) -> Callable[[], object]:
+    """Return launches that choose from 200,000 keys in several tiles, and attend to what they chose."""
+
+    def launch() -> object:
+        num_keys, table = 200_000, torch.arange(3125)
+        latents, keys = _bf16(3125, 1, 64, 576 + 128).split_with_sizes((576, 128), dim=-1)
+        index = IndexQueries(_bf16(num_queries, 64, 128), torch.zeros(num_queries, 64))
+        backend, query = TritonAttention(), _bf16(num_queries, 128, 576)
+        best = backend.best_keys(index, keys, table, np.full(num_queries, num_keys), 2048)
+        out = empty_partial(query, 512)
+        backend.attend_selected(query, latents, table, best.keys.int(), 0.1, out)
+        return out
 
     return launch
 
@@ -182,6 +201,8 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "decode of pairs of wide heads": _decode(256, 1, 2),
     "decode of three wide heads each": _decode(256, 1, 3, 16),
     "decode without groups": _decode(64, 8, 1),
+    "selection in decode": _selection(1),
+    "selection in prefill": _selection(128),
     "merge": _merge,
     "merges of any length": _merge_any,
     "store": _store,

@@ -9,6 +9,7 @@ from torch.nn import functional
 from tests.fakes.kernel_cases import DTYPES, Wanted, compare
 from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
+from tests.fakes.selection_references import SELECTION_CHECKS
 from workers.attention.merge import Partial, merge
 from workers.device import device_between
 from workers.expert_parallel.token_dispatcher import NO_EXPERT, order_by_expert
@@ -285,4 +286,5 @@ CHECKS = (
     check_expert_rows,
     check_joined_parts,
     check_merged_partials,
+    *SELECTION_CHECKS,
 )

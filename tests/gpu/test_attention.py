@@ -7,9 +7,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.attention_params import params_for, shape_for
-from tests.fakes.kernel_cases import DTYPES, PagedCase, Wanted, check_paged, check_rows, compiled_cases, latent_cases
+from tests.fakes.kernel_cases import (
+    DTYPES,
+    PagedCase,
+    Wanted,
+    check_paged,
+    check_rows,
+    compare,
+    compiled_cases,
+    latent_cases,
+)
 from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
+from tests.fakes.selection_cases import (
+    AttentionCase,
+    ChoiceCase,
+    attend,
+    attention_cases,
+    check_choice,
+    choice_cases,
+)
 from tests.unit.workers.test_row_attention import rank_pairs
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
@@ -55,6 +72,25 @@ def test_a_whole_prompt(first: int, dtype: torch.dtype) -> None:
 @given(rank_pairs(), st.sampled_from([1, 3, 4]), DTYPES)
 def test_rows(case: tuple[list[Run], list[Run]], groups: int, dtype: torch.dtype) -> None:
     check_rows(TritonAttention(), case, groups, dtype, "cuda")
+
+
+@settings(max_examples=100)
+@given(choice_cases, DTYPES)
+def test_the_best_keys(case: ChoiceCase, dtype: torch.dtype) -> None:
+    check_choice(TritonAttention(), case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("num_queries", [1, 128])
+def test_the_best_of_many_keys(num_queries: int) -> None:
+    """Scores exist for some tiles of keys at a time, and several programs choose from each."""
+    case = ChoiceCase((num_queries, 64, 128), num_before=200_000, top_k=2048, page_size=64, seed=0)
+    check_choice(TritonAttention(), case, torch.bfloat16, "cuda")
+
+
+@settings(max_examples=50)
+@given(attention_cases, DTYPES)
+def test_selected_keys(case: AttentionCase, dtype: torch.dtype) -> None:
+    compare(*attend(TritonAttention(), case, dtype, "cuda"), dtype)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1)])

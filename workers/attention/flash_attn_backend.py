@@ -12,15 +12,15 @@ from torch.nn.utils.rnn import pad_sequence
 from workers.attention.interface import AttentionParams, GraphShape, RowAttention, StepAttention
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
-from workers.attention.selection import TorchSelection
 from workers.attention.triton.backend import TritonAttention
+from workers.attention.triton.selection import TritonSelection
 from workers.device import device_of
 
 PAGE_MULTIPLE = 256
 """Number that divides every page size supported by the package's kernels."""
 
 
-class FlashAttention(TorchSelection):
+class FlashAttention(TritonSelection):
     """Attention in bf16 over pages, for runs of adjacent positions and for keys that every query sees.
 
     The Triton backend handles rows, windows, and values whose width differs from the keys'.

@@ -153,10 +153,10 @@ class AttentionBackend(Protocol):
         """
 
     def attend_selected(
-        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, value_dim: int
-    ) -> Partial:
-        """Return attention of some queries of one request ``[queries, heads, D]``, each to keys of its own.
+        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, out: Partial
+    ) -> None:
+        """Write attention of some queries of one request ``[queries, heads, D]``, each to keys of its own.
 
-        ``selected [queries, n]`` int32 are the keys' numbers, followed by ``NO_KEY``. The values are the first
-        ``value_dim`` elements of ``keys [page, 1, slot, D]``.
+        ``selected [queries, n]`` int32 are the keys' numbers, followed by ``NO_KEY``. The first elements of ``keys
+        [page, 1, slot, D]`` are the values. ``out`` is contiguous, in the queries' dtype, and contains empty partials.
         """

@@ -55,9 +55,9 @@ class ByQueries:
         return self._selections.best_keys(index, keys, table, num_visible, top_k)
 
     def attend_selected(
-        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, value_dim: int
-    ) -> Partial:
-        return self._selections.attend_selected(query, keys, table, selected, scale, value_dim)
+        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, out: Partial
+    ) -> None:
+        self._selections.attend_selected(query, keys, table, selected, scale, out)
 
 
 def find_fastest(

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.attention.interface import AttentionParams, GraphShape, RowAttention, StepAttention
+from workers.attention.limits import MOST_SELECTED
 from workers.attention.merge import Partial, empty_partial
 from workers.attention.runs import Piece, Run, paged_pieces, row_pieces
-from workers.attention.selection import NO_KEY, Chosen, IndexQueries, TorchSelection
+from workers.attention.selection import NO_KEY, Chosen, IndexQueries, TorchSelection, trimmed
 from workers.native.compile import Compiler
 from workers.native.library import MOST_INDEX_HEADS, NUM_ITEM_FIELDS, Library
 
@@ -56,21 +57,23 @@ class NativeAttention(TorchSelection):
         return Chosen(*self._library.select(query, weights, keys, table, torch.from_numpy(num_visible), most))
 
     def attend_selected(
-        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, value_dim: int
-    ) -> Partial:
+        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, out: Partial
+    ) -> None:
         """Let each query's keys be pages of one key, whose numbers are offsets in elements."""
         page_stride, _, slot_stride, dim_stride = keys.stride()
         in_page = torch.arange(keys.shape[2]) * slot_stride
         offsets = (table[:, None] * page_stride + in_page).flatten()
-        entries = offsets.index_select(0, selected.clamp(min=0).flatten())
-        num_keys, rows = (selected != NO_KEY).sum(-1), torch.arange(len(query))
-        items = torch.zeros(len(query), NUM_ITEM_FIELDS, dtype=torch.int64)
-        items[:, 0], items[:, 1], items[:, 2] = rows, 1, rows * selected.shape[1]
-        items[:, 4], items[:, 5], items[:, 6] = num_keys, num_keys - 1, 1
         key = keys.as_strided((1, 1, 1, keys.shape[3]), (1, 1, 1, dim_stride))
-        result = empty_partial(query, value_dim)
-        self._library.attend(items[num_keys > 0], entries, 1, query, key, key[..., :value_dim], *result, scale=scale)
-        return result
+        value = key[..., : out.out.shape[-1]]
+        step = max(MOST_SELECTED // selected.shape[1], 1)
+        for first in range(0, len(query), step):
+            numbers = trimmed(selected[first : first + step])
+            entries = offsets.index_select(0, numbers.clamp(min=0).flatten())
+            num_keys, rows = (numbers != NO_KEY).sum(-1), torch.arange(len(numbers))
+            items = torch.zeros(len(numbers), NUM_ITEM_FIELDS, dtype=torch.int64)
+            items[:, 0], items[:, 1], items[:, 2] = first + rows, 1, rows * numbers.shape[1]
+            items[:, 4], items[:, 5], items[:, 6] = num_keys, num_keys - 1, 1
+            self._library.attend(items[num_keys > 0], entries, 1, query, key, value, *out, scale=scale)
 
 
 class _NativeStep:

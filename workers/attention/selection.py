@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.attention.limits import MOST_SCORED, MOST_SELECTED
-from workers.attention.merge import Partial, empty_partial
+from workers.attention.merge import Partial
 from workers.device import device_of
 
 NO_KEY = -1
@@ -67,23 +67,25 @@ class TorchSelection:
         return best
 
     def attend_selected(
-        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, value_dim: int
-    ) -> Partial:
+        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, out: Partial
+    ) -> None:
         """See ``AttentionBackend``."""
-        page_size = keys.shape[2]
+        page_size, value_dim = keys.shape[2], out.out.shape[-1]
         step = max(MOST_SELECTED // max(selected.shape[1] * query.shape[-1], 1), 1)
-        empty, lse = empty_partial(query, value_dim)
-        result = Partial(empty.float(), lse)
         for first in range(0, len(query), step):
             mine = slice(first, first + step)
-            numbers = selected[mine].long()
+            numbers = trimmed(selected[mine]).long()
             is_seen, numbers = numbers != NO_KEY, numbers.clamp(min=0)
             rows = keys[:, 0][table[numbers // page_size], numbers % page_size].float()
             # A slot that no query sees may hold NaN, which no weight can hide.
             rows.masked_fill_(~is_seen[..., None], 0.0)
-            for whole, part in zip(result, attend_rows(query[mine], rows, is_seen, scale, value_dim), strict=True):
+            for whole, part in zip(out, attend_rows(query[mine], rows, is_seen, scale, value_dim), strict=True):
                 whole[mine] = part
-        return result
+
+
+def trimmed(selected: Tensor) -> Tensor:
+    """Drop the columns of ``selected [queries, n]`` that no query needs."""
+    return selected[:, : int((selected != NO_KEY).sum(-1).amax())]
 
 
 def _tiles(keys: Tensor, table: Tensor, num_keys: int, most_keys: int) -> Iterator[tuple[int, Tensor]]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from workers.attention.interface import AttentionBackend, AttentionParams
-from workers.attention.limits import MOST_SELECTED
 from workers.attention.merge import Partial, empty_partial
 from workers.attention.runs import Run
 from workers.attention.selection import NO_KEY, Chosen, IndexQueries
@@ -34,7 +33,7 @@ class SelectableKeys:
         self._num_queries = sum(run.count for run in query_runs)
 
     def select(self, index: IndexQueries, keys: Tensor, top_k: int, agree: Agree | None = None) -> Tensor:
-        """Return the numbers of every query's best keys, int32 ``[queries, top_k]``, filled with ``NO_KEY``.
+        """Return the numbers of every query's best keys, int32 ``[queries, top_k]``, followed by ``NO_KEY``.
 
         ``keys [page, 1, slot, dim]`` are the indexer's keys. With ``agree``, which is called equally often on all ranks
         that hold a share of the same keys, only keys that are among the best of all ranks are returned.
@@ -51,37 +50,19 @@ class SelectableKeys:
                 is_kept = found.scores > -torch.inf
                 if agree is not None:
                     is_kept = agree(Chosen(found.scores, self._share.positions(run.request, found.keys)))
-                selected[rows, : found.keys.shape[1]] = found.keys.masked_fill(~is_kept, NO_KEY).int()
+                numbers = found.keys.masked_fill(~is_kept, NO_KEY).int()
+                if agree is not None:
+                    numbers = numbers.sort(-1, descending=True).values
+                selected[rows, : numbers.shape[1]] = numbers
         return selected
 
     def attend(self, query: Tensor, keys: Tensor, selected: Tensor, params: AttentionParams) -> Partial:
         """Return attention of ``query [queries, heads, D]`` to the selected ``keys [page, 1, slot, D]``."""
         assert params.value_dim is not None, "values must be part of their keys"
-        result: Partial | None = None
-        # Neither numbers of keys nor results of one call take much memory.
-        step = max(MOST_SELECTED // max(selected.shape[1], query.shape[1] * params.value_dim), 1)
+        result = empty_partial(query, params.value_dim)
         for run, begin in self._runs:
-            table = self._tables[run.request]
-            for first in range(begin, begin + run.count if len(table) else begin, step):
-                rows = slice(first, min(first + step, begin + run.count))
-                numbers = _dense(selected[rows])
-                found = self._backend.attend_selected(query[rows], keys, table, numbers, params.scale, params.value_dim)
-                if len(found.lse) == self._num_queries:
-                    return found
-                result = result or self._unseen(found)
-                for whole, part in zip(result, found, strict=True):
-                    whole[rows] = part
-        return result or empty_partial(query, params.value_dim)
-
-    def _unseen(self, like: Partial) -> Partial:
-        """Return the partial of all queries, none of which has seen a key, with the dtypes and heads of another one."""
-        out, lse = (x.new_empty(self._num_queries, *x.shape[1:]) for x in like)
-        return Partial(out.zero_(), lse.fill_(-torch.inf))
-
-
-def _dense(selected: Tensor) -> Tensor:
-    """Move a query's keys to the front, and drop the columns that no query needs, of ``selected [queries, n]``."""
-    is_seen = selected != NO_KEY
-    most = int(is_seen.sum(-1).amax())
-    has_gaps = bool((is_seen[:, 1:] & ~is_seen[:, :-1]).any())
-    return (selected.sort(-1, descending=True).values if has_gaps else selected)[:, :most]
+            if len(table := self._tables[run.request]):
+                rows = slice(begin, begin + run.count)
+                out = Partial(*(part[rows] for part in result))
+                self._backend.attend_selected(query[rows], keys, table, selected[rows], params.scale, out)
+        return result

@@ -79,8 +79,11 @@ def test_the_preferred_one_makes_selections(timed: Callable[[float, float], Time
     asked = IndexQueries(query, torch.randn(2, 3)), keys, table, np.array([3, 8]), 2
     found, expected = backend.best_keys(*asked), preferred.best_keys(*asked)
     assert torch.equal(found.keys, expected.keys)
-    attended = backend.attend_selected(query, keys, table, found.keys.int(), 1.0, 2)
-    assert torch.equal(attended.out, preferred.attend_selected(query, keys, table, found.keys.int(), 1.0, 2).out)
+    attended, wanted = empty_partial(query, 2), empty_partial(query, 2)
+    for each, out in ((backend, attended), (preferred, wanted)):
+        each.attend_selected(query, keys, table, found.keys.int(), 1.0, out)
+    assert torch.equal(attended.out, wanted.out)
+    assert wanted.out.any()
 
 
 def test_noise_does_not_decide(timed: Callable[[float, float], Timed]) -> None:

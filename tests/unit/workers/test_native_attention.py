@@ -11,13 +11,20 @@ from hypothesis import strategies as st
 
 from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
+from tests.fakes.selection_cases import (
+    AttentionCase,
+    ChoiceCase,
+    attend,
+    attention_cases,
+    check_choice,
+    choice_cases,
+)
 from tests.unit.workers.test_row_attention import masked_attention, rank_pairs, seen_by_definition, tensors
 from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial
 from workers.attention.native_backend import NativeAttention
 from workers.attention.runs import Run
-from workers.attention.selection import NO_KEY, IndexQueries
-from workers.attention.torch_backend import TorchAttention
+from workers.attention.selection import IndexQueries
 from workers.native.compile import Compiler, find_compiler, runnable_kinds
 
 pytestmark = pytest.mark.native
@@ -175,36 +182,11 @@ def test_all_queries_see_the_first_keys(
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.sampled_from([(1, 1, 1), (70, 3, 20), (9, 64, 128), (5, 33, 7), (40, 96, 8), (1, 97, 4)]),
-    st.integers(0, 700),
-    st.sampled_from([1, 3, 60, 2000]),
-    st.sampled_from([1, 16, 64]),
-    st.integers(0, 99),
-)
+@given(choice_cases)
 def test_the_best_keys_are_those_of_the_reference(
-    native: AttentionBackend,
-    dtype: torch.dtype,
-    sizes: tuple[int, int, int],
-    num_before: int,
-    top_k: int,
-    page_size: int,
-    seed: int,
+    native: AttentionBackend, dtype: torch.dtype, case: ChoiceCase
 ) -> None:
-    """Scores are small whole numbers, exact in any order of summation, and many of them are equal."""
-    num_queries, num_heads, dim = sizes
-    random = np.random.default_rng(seed)
-    num_pages = -(-(num_before + num_queries) // page_size)
-    keys = torch.from_numpy(random.integers(-1, 2, (num_pages + 1, 2, page_size, dim + 3))).to(dtype)[:, 1:, :, 3:]
-    query = torch.from_numpy(random.integers(-2, 3, (num_queries, num_heads, dim))).to(dtype)
-    weights = torch.from_numpy(random.integers(-2, 3, (num_queries, num_heads))).float()
-    visible = np.sort(random.integers(num_before, num_before + num_queries + 1, num_queries))
-    table = torch.from_numpy(random.permutation(num_pages + 1)[:num_pages])
-    given = IndexQueries(query, weights), keys, table, visible, top_k
-    found, expected = native.best_keys(*given), TorchAttention().best_keys(*given)
-    assert torch.equal(found.scores, expected.scores)
-    is_best = found.scores > -torch.inf
-    assert torch.equal(found.keys[is_best], expected.keys[is_best])
+    check_choice(native, case, dtype)
 
 
 def test_keys_whose_scores_are_not_numbers_are_the_worst(native: AttentionBackend, dtype: torch.dtype) -> None:
@@ -218,31 +200,10 @@ def test_keys_whose_scores_are_not_numbers_are_the_worst(native: AttentionBacken
 
 
 @settings(deadline=None, max_examples=30)
-@given(
-    st.sampled_from([(1, 20, 16), (4, 64, 64), (8, 224, 192), (16, 40, 8), (128, 576, 512)]),
-    st.integers(1, 9),
-    st.integers(0, 300),
-    st.integers(0, 99),
-)
-def test_attention_to_selected_keys(
-    native: AttentionBackend, dtype: torch.dtype, sizes: tuple[int, int, int], num_queries: int, most: int, seed: int
-) -> None:
-    """Keys that no query sees are NaN."""
-    num_heads, dim, value_dim = sizes
-    random, page_size, num_keys = np.random.default_rng(seed), 16, 320
-    keys = torch.full((num_keys // page_size, 2, page_size, dim + 8), torch.nan, dtype=dtype)[:, 1:, :, :dim]
-    selected = torch.from_numpy(random.permuted(np.tile(np.arange(num_keys), (num_queries, 1)), axis=1)[:, :most]).int()
-    is_seen = torch.arange(most) < torch.from_numpy(random.integers(0, most + 1, num_queries))[:, None]
-    table = torch.from_numpy(random.permutation(num_keys // page_size))
-    query, rows = draw(dtype, seed, num_queries, num_heads, dim), draw(dtype, seed + 1, num_keys, dim)
-    seen = selected[is_seen].long()
-    keys[table[seen // page_size], 0, seen % page_size] = rows[seen]
-    found = native.attend_selected(query, keys, table, selected.masked_fill(~is_seen, NO_KEY), 0.1, value_dim)
-    for row in range(num_queries):
-        mine = rows[selected[row][is_seen[row]], None]
-        one = query[row : row + 1]
-        expected = masked_attention(one, mine, mine[..., :value_dim], np.ones((1, len(mine)), dtype=bool), 0.1)
-        check_close(Partial(found.out[row : row + 1], found.lse[row : row + 1]), expected)
+@given(attention_cases)
+def test_attention_to_selected_keys(native: AttentionBackend, dtype: torch.dtype, case: AttentionCase) -> None:
+    found, wanted = attend(native, case, dtype)
+    check_close(found, Partial(wanted.out, wanted.lse))
 
 
 @settings(deadline=None, max_examples=60)

@@ -28,7 +28,6 @@ from workers.attention.selection import (
     index_scores,
 )
 from workers.attention.torch_backend import TorchAttention
-from workers.engine import selected_keys
 from workers.engine.page_share import PageShare
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
@@ -65,7 +64,6 @@ def test_every_context_attends_to_the_keys_that_a_sort_selects(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "MOST_SCORED", most)
         patch.setattr(selection, "MOST_SELECTED", most)
-        patch.setattr(selected_keys, "MOST_SELECTED", most)
         results = on_thread_ranks(
             scenario.cp, lambda group: SelectedRun(scenario, group).run(), in_background=in_background
         )

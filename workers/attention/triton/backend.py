@@ -10,9 +10,9 @@ from torch import Tensor
 from workers.attention.interface import AttentionParams, GraphShape, RowAttention, StepAttention
 from workers.attention.merge import Partial, empty_partial
 from workers.attention.runs import Run, paged_pieces, row_pieces
-from workers.attention.selection import TorchSelection
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.decode import DecodeAttention, unwritten, unwritten_parts
+from workers.attention.triton.selection import TritonSelection
 from workers.attention.triton.tiling import Item, Segment, make_tiles, split
 from workers.device import device_of
 from workers.kernels.attention import MOST_BLOCK_KEYS, attend, blocks_for
@@ -21,7 +21,7 @@ _FEW_ROWS = 16
 """Maximum number of rows in memory-bound tiles, as in decode. Compute-bound tiles are launched separately."""
 
 
-class TritonAttention(TorchSelection):
+class TritonAttention(TritonSelection):
     """Attention that copies no keys. Stateless. Strides are arbitrary, but the elements of a head must be adjacent."""
 
     def prepare(

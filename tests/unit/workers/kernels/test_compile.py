@@ -33,6 +33,8 @@ MOST_SPILLED_BYTES = {
     "decode of narrow heads": 16,
     "decode of pairs of wide heads": 8,
     "decode of three wide heads each": 24,
+    "selection in decode": 8,
+    "selection in prefill": 8,
 }
 """Kernels that may spill, with their limit in bytes. They save a few values before or during the loop over keys, which
 lets one more program run per multiprocessor, or because queries take all registers.
