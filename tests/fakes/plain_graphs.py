@@ -10,7 +10,10 @@ from torch import Tensor
 from workers.attention.interface import AttentionParams, GraphAttention, GraphShape
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
+from workers.attention.selection import IndexQueries
 from workers.attention.torch_backend import TorchAttention
+from workers.engine.page_share import PageShare
+from workers.engine.selected_keys import SelectableKeys
 
 
 class PlainGraphs(TorchAttention):
@@ -27,6 +30,17 @@ class PlainDecode:
     def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
         self._runs = [Run(request, int(length) - 1, 1, 1) for request, length in enumerate(num_keys)]
         self._tables = [torch.from_numpy(table) for table in tables]
+
+    def best_keys(self, index: IndexQueries, keys: Tensor, top_k: int) -> Tensor:
+        return self._selectable.select(index, keys, top_k)
+
+    def attend_selected(self, query: Tensor, keys: Tensor, selected: Tensor, params: AttentionParams) -> Partial:
+        return self._selectable.attend(query, keys, selected, params)
+
+    @property
+    def _selectable(self) -> SelectableKeys:
+        share = PageShare(1, (0,) * len(self._tables), self._page_size)
+        return SelectableKeys(TorchAttention(), self._runs, self._tables, share)
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         step = TorchAttention().prepare(self._runs, self._tables, self._page_size)

@@ -115,6 +115,14 @@ class GraphAttention(Protocol):
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         """Return attention of ``query [requests, heads, D]``. See StepAttention."""
 
+    def best_keys(self, index: IndexQueries, keys: Tensor, top_k: int) -> Tensor:
+        """Return the numbers of each request's best keys, int32 ``[requests, top_k]``, followed by ``NO_KEY``. See
+        ``AttentionBackend``.
+        """
+
+    def attend_selected(self, query: Tensor, keys: Tensor, selected: Tensor, params: AttentionParams) -> Partial:
+        """Return attention of ``query [requests, heads, D]`` to keys that ``best_keys`` has returned."""
+
 
 class AttentionBackend(Protocol):
     """Attention implementation. Stateless, one per worker."""

@@ -28,6 +28,12 @@ def empty_partial(query: Tensor, value_dim: int | None = None) -> Partial:
     return Partial(out, query.new_full(shape, -torch.inf, dtype=torch.float32))
 
 
+def unwritten_partial(query: Tensor, value_dim: int) -> Partial:
+    """Allocate the partial of queries ``[..., heads, dim]`` without writing to it."""
+    shape = query.shape[:-1]
+    return Partial(query.new_empty(*shape, value_dim), query.new_empty(shape, dtype=torch.float32))
+
+
 def merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
     """Join partials of the same queries over disjoint sets of keys, in any order. ``out`` keeps its dtype.
 

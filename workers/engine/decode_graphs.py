@@ -16,6 +16,7 @@ from cluster.spec.step_messages import StepShape
 from cluster.spec.strategy import MoeDispatch
 from workers.attention.interface import AttentionBackend, AttentionParams, GraphAttention, GraphShape
 from workers.attention.merge import merge
+from workers.attention.selection import IndexQueries
 from workers.engine.batch import StepInput
 from workers.expert_parallel.dispatch_cost import FEW_TOKENS
 from workers.kernels.elementwise import KvSlots
@@ -118,8 +119,6 @@ class DecodeGraphs:
         is_sent = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
         if is_sent and self._model.config.experts_per_token:
             return "tokens sent to experts"
-        if self._model.config.selects_keys:
-            return "selected keys"
         return "" if self._attention(1) else "attention cannot be captured"
 
     def _attention(self, num_requests: int) -> GraphAttention | None:
@@ -172,7 +171,8 @@ class _CapturedStep:
         self._inputs = torch.zeros(4, size, dtype=torch.int64, device=model.device.torch_device)
         token_ids, positions, slots, is_request = self._inputs
         dp = model.groups.parallel.dp
-        context = _DecodeContext(pool, slots, self._attention, (size,) * dp if dp > 1 else None)
+        most_keys = model.config.max_position_embeddings
+        context = _DecodeContext(pool, slots, self._attention, most_keys, (size,) * dp if dp > 1 else None)
 
         def compute() -> Tensor:
             if model.config.experts_per_token:
@@ -219,9 +219,14 @@ def _most_requests(model: DecoderModel) -> int:
 class _DecodeContext(AttentionContext):
     """Context of captured steps. Everything that differs between steps is in tensors."""
 
-    def __init__(self, pool: PagePool, slots: Tensor, attention: GraphAttention, lens: Lens) -> None:
-        self._pool, self._slots, self._attention = pool, slots, attention
+    def __init__(self, pool: PagePool, slots: Tensor, attention: GraphAttention, most_keys: int, lens: Lens) -> None:
+        self._pool, self._slots, self._attention, self._most_keys = pool, slots, attention, most_keys
         self.lens = self.last_layer_lens = lens
+        self._selection: Tensor | None = None
+
+    @property
+    def most_keys(self) -> int:
+        return self._most_keys
 
     def kv_slots(self, layer: int) -> KvSlots | None:
         return self._pool.kv_slots(layer, self._slots)
@@ -233,3 +238,12 @@ class _DecodeContext(AttentionContext):
         assert expand is None, "captured steps attend to keys as stored"
         kv = params.key_and_value(self._pool.layer_view(layer))
         return merge([self._attention.attend(q, *kv, params)], params.sinks).out
+
+    def attend_selected(
+        self, layer: int, q: Tensor, params: AttentionParams, index: IndexQueries | None, top_k: int
+    ) -> Tensor:
+        parts = self._pool.layer_view(layer)
+        if index is not None:
+            self._selection = self._attention.best_keys(index, parts[-1], top_k)
+        assert self._selection is not None, "a layer before has an indexer"
+        return self._attention.attend_selected(q, parts[0], self._selection, params).out

@@ -36,6 +36,13 @@ class Parts(NamedTuple):
     """``[slots, kv heads]`` int32: zero before and after each launch."""
 
 
+def unwritten_parts(query: Tensor, value_dim: int, arrived: Tensor) -> Parts:
+    """Allocate parts for ``query [T, heads, D]``, with one slot per row of the counters ``arrived``."""
+    shape = (len(arrived), query.shape[1])
+    found, lse = (query.new_empty(size, dtype=torch.float32) for size in ((*shape, value_dim), shape))
+    return Parts(found, lse, arrived)
+
+
 def parts_at_once(block_rows: int) -> int:
     return max(_ROWS_AT_ONCE // block_rows, 1)
 

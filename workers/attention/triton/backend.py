@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from workers.attention.interface import AttentionParams, GraphShape, RowAttention, StepAttention
-from workers.attention.merge import Partial, empty_partial
+from workers.attention.merge import Partial, empty_partial, unwritten_partial
 from workers.attention.runs import Run, paged_pieces, row_pieces
 from workers.attention.torch_backend import TorchAttention
-from workers.attention.triton.decode import DecodeAttention, unwritten, unwritten_parts
+from workers.attention.triton.decode import DecodeAttention
 from workers.attention.triton.selection import TritonSelection
 from workers.attention.triton.tiling import Item, Segment, make_tiles, split
 from workers.device import device_of
 from workers.kernels.attention import MOST_BLOCK_KEYS, attend, blocks_for
+from workers.kernels.partials import unwritten_parts
 
 _FEW_ROWS = 16
 """Maximum number of rows in memory-bound tiles, as in decode. Compute-bound tiles are launched separately."""
@@ -92,7 +93,7 @@ class _Work:
         if not self._items:
             return empty_partial(query, value.shape[-1])
         assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1, "the elements of a head are not adjacent"
-        make = empty_partial if self._num_rows < len(query) else unwritten
+        make = empty_partial if self._num_rows < len(query) else unwritten_partial
         result = make(query, value.shape[-1])
         if not self._launches:
             groups = query.shape[1] // key.shape[1]

@@ -8,22 +8,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.attention.interface import AttentionParams, GraphShape
-from workers.attention.merge import Partial
+from workers.attention.limits import MOST_CAPTURED_SCORES
+from workers.attention.merge import Partial, unwritten_partial
+from workers.attention.selection import IndexQueries
+from workers.attention.triton.selection import SelectedAttention
 from workers.attention.triton.tiling import fair_share, piece_lens
 from workers.kernels.attention import SEGMENT_FIELDS, TILE_FIELDS, attend, blocks_for
-from workers.kernels.partials import Parts
-
-
-def unwritten(query: Tensor, value_dim: int) -> Partial:
-    shape = query.shape[:-1]
-    return Partial(query.new_empty(*shape, value_dim), query.new_empty(shape, dtype=torch.float32))
-
-
-def unwritten_parts(query: Tensor, value_dim: int, arrived: Tensor) -> Parts:
-    """Allocate partial results for ``query [T, heads, D]``, with one slot per row of the counters ``arrived``."""
-    shape = (len(arrived), query.shape[1])
-    found, lse = (query.new_empty(size, dtype=torch.float32) for size in ((*shape, value_dim), shape))
-    return Parts(found, lse, arrived)
+from workers.kernels.partials import unwritten_parts
+from workers.kernels.selection import VisibleKeys, choose, score_tokens
 
 
 class DecodeAttention:
@@ -46,15 +38,15 @@ class DecodeAttention:
         num_shares = shape.num_heads // self._blocks.heads
         self._programs = self._blocks.programs // num_shares
         self._num_tiles = num_requests + self._programs
-        sizes = [self._num_tiles * len(fields) for fields in (TILE_FIELDS, SEGMENT_FIELDS)]
+        sizes = [self._num_tiles * len(fields) for fields in (TILE_FIELDS, SEGMENT_FIELDS)] + [num_requests] * 2
         # A word holds two int32, and tables begin at a multiple of 16 bytes.
         self._num_words = -(-sum(sizes) // 4) * 2
         num_words = self._num_words + num_requests * shape.most_pages
         self._words = torch.zeros(num_words, dtype=torch.int64, device=shape.device.torch_device)
         numbers, self._tables = self._words[: self._num_words].view(torch.int32), self._words[self._num_words :]
-        self._tiles, self._segments = (
-            part.view(self._num_tiles, -1) for part in torch.split(numbers[: sum(sizes)], sizes)
-        )
+        tiles, segments, self._first_pages, self._num_keys = numbers[: sum(sizes)].split_with_sizes(sizes)
+        self._tiles, self._segments = (part.view(self._num_tiles, -1) for part in (tiles, segments))
+        self._selected: SelectedAttention | None = None
         self.arrived = torch.zeros(self._num_tiles, num_shares, dtype=torch.int32, device=shape.device.torch_device)
 
     def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
@@ -68,8 +60,8 @@ class DecodeAttention:
         num_words = self._num_words + int(first_pages[-1])
         on_host = torch.empty(num_words, dtype=torch.int64, pin_memory=self._shape.device.is_asynchronous)
         words = on_host.numpy()
-        numbers = [part.ravel() for part in self._split(lens, first_pages[:-1])]
-        np.concatenate(numbers, out=words.view(np.int32)[: sum(map(len, numbers))])
+        numbers = [part.ravel() for part in (*self._split(lens, first_pages[:-1]), first_pages[:-1], lens)]
+        np.concatenate(numbers, out=words.view(np.int32)[: sum(map(len, numbers))], casting="same_kind")
         np.concatenate(tables, out=words[self._num_words :])
         self._words[:num_words].copy_(on_host, non_blocking=True)
 
@@ -94,7 +86,7 @@ class DecodeAttention:
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         num_requests, value_dim = self._shape.num_requests, value_pages.shape[-1]
         assert len(query) == num_requests, f"got {len(query)} queries, but the graph has {num_requests}"
-        result = unwritten(query, value_dim)
+        result = unwritten_partial(query, value_dim)
         attend(
             query,
             key_pages,
@@ -109,4 +101,28 @@ class DecodeAttention:
             window=params.window,
             parts=unwritten_parts(query, value_dim, self.arrived),
         )
+        return result
+
+    def best_keys(self, index: IndexQueries, keys: Tensor, top_k: int) -> Tensor:
+        """See ``GraphAttention``. Few requests are scored at a time, since there may be as many keys as a model has."""
+        most_keys = self._shape.most_pages * self._shape.page_size
+        step = max(MOST_CAPTURED_SCORES // most_keys, 1)
+        chosen = []
+        for first in range(0, self._shape.num_requests, step):
+            rows = slice(first, first + step)
+            q, weights = index.rows(rows)
+            visible = VisibleKeys(keys, self._tables, self._first_pages[rows], self._num_keys[rows])
+            scores = weights.new_empty(len(q), most_keys)
+            score_tokens(q, weights, visible, scores)
+            chosen.append(choose(scores, visible.num_keys, top_k)[1])
+        return torch.cat(chosen)
+
+    def attend_selected(self, query: Tensor, keys: Tensor, selected: Tensor, params: AttentionParams) -> Partial:
+        """See ``GraphAttention``."""
+        assert params.value_dim is not None, "values must be part of their keys"
+        result = unwritten_partial(query, params.value_dim)
+        if self._selected is None:
+            self._selected = SelectedAttention(query, selected.shape[1], params.value_dim, self._shape.device)
+        visible = VisibleKeys(keys, self._tables, self._first_pages, self._num_keys)
+        self._selected.attend(query, visible, selected, params.scale, result)
         return result

@@ -10,10 +10,10 @@ from torch import Tensor
 from workers.attention.limits import MOST_SCORED, MOST_SELECTED
 from workers.attention.merge import Partial
 from workers.attention.selection import Chosen, IndexQueries
-from workers.attention.triton.decode import unwritten_parts
 from workers.attention.triton.tiling import fair_share, piece_lens
 from workers.device import Device, device_of
 from workers.kernels.attention import attend, blocks_for
+from workers.kernels.partials import unwritten_parts
 from workers.kernels.selection import VisibleKeys, choose, locate, score_run, score_tokens
 
 _FEW_QUERIES = 4

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,9 @@ from tests.fakes.steps import Request, step_of
 from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.thread_layout import on_thread_layout, tp_groups
 from workers.attention.runs import Run
+from workers.attention.selection import NO_KEY, IndexQueries
 from workers.attention.torch_backend import TorchAttention
+from workers.attention.triton import decode as triton_decode
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.attention.triton.tiling import fair_share
@@ -100,6 +102,44 @@ def test_steps_with_changing_requests(tmp_path: Path, monkeypatch: pytest.Monkey
     assert graphs.run(step_of([Request([1, 2], 0, [0], True)])) is None
     assert graphs.run(step_of([Request([1], 0, [0], True)] * 4)) is None
     assert graphs.counts == {REPLAYED: 3, "prompt tokens": 1, "more requests than captured": 1}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
+def test_steps_with_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """A request has more keys than an indexer selects, another one has fewer, and the padding has a single one."""
+    model = load_model(make_checkpoint(tmp_path, family))
+    pool = PagePool.of_one_rank(model.config.kv_geometry("latents", "float32", 4), 8)
+    for part in chain.from_iterable(map(pool.layer_view, range(model.config.num_layers))):
+        part.normal_()
+    rows = [Request([5], 17, [4, 1, 7, 2, 0], True), Request([7], 3, [5], True), Request([9], 0, [6], True)]
+    with torch.inference_mode():
+        kernels_on_cpu(monkeypatch)
+        graphs = DecodeGraphs(model, pool, TritonAttention(), 4, capture)
+        before, hidden = pool.bytes.clone(), graphs.run(step_of(rows))
+        assert hidden is not None
+        found, after = hidden.clone(), pool.bytes.clone()
+        pool.bytes.copy_(before)
+        kernels_on_cpu(monkeypatch, on=False)
+        torch.testing.assert_close(found, usual(model, pool, rows), atol=1e-4, rtol=1e-4)
+    end = pool.num_pages * pool.page_bytes
+    stored, expected = (memory[:end].view(torch.float32) for memory in (after, pool.bytes))
+    torch.testing.assert_close(stored, expected, atol=1e-4, rtol=1e-4)
+    assert graphs.counts == {REPLAYED: 1}
+
+
+def test_scores_of_few_requests_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    lens, page_size, pages = [70, 3, 20], 16, [5, 1, 2]
+    keys, tables = torch.randn(8, 1, page_size, 8), torch.split(torch.randperm(8), pages)
+    index = IndexQueries(torch.randn(3, 2, 8), torch.randn(3, 2))
+    attention = DecodeAttention(shape_for(torch.zeros(3, 2, 24), 1, 5, page_size))
+    attention.fill(lens, [table.numpy() for table in tables])
+    monkeypatch.setattr(triton_decode, "MOST_CAPTURED_SCORES", 2 * 5 * page_size)
+    found = attention.best_keys(index, keys, 6)
+    for row, (length, table) in enumerate(zip(lens, tables, strict=True)):
+        one = index.rows(slice(row, row + 1))
+        expected = TorchAttention().best_keys(one, keys, table, np.array([length]), 6).keys[0].tolist()
+        assert found[row].tolist() == expected + [NO_KEY] * (6 - len(expected))
 
 
 def test_a_layer_is_nine_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
