@@ -19,12 +19,15 @@ from cluster.spec.memory import GIB, LIBRARIES_GIB, GpuMemory, HostMemory
 from cluster.spec.ranks import head_copies, moe_tp_size, sizes_of, stage_layers, world_size
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing
+from workers.attention.limits import MOST_CAPTURED_SCORES
 from workers.context_parallel.shard_plan import dummy_request, make_step_shape
 from workers.models.interface import DecoderConfig
 
 _PAGE_ID_BYTES = 8
 _NUMBER_BYTES = 4
 """Bytes of a selected key's number."""
+_SCORE_BYTES = 6
+"""Bytes per score of a key in a captured step, with the best scores of each part and their numbers."""
 _PASSED_QUERIES = 4
 """Memory of a step in which queries circulate, as a multiple of one fp32 partial result."""
 _DRAW_BYTES = 24
@@ -130,10 +133,11 @@ def _exchange_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> floa
 
 def _graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     """Return the bytes of CUDA graphs: the largest step, which all graphs share, and their page tables and nodes."""
-    if model.config.selects_keys or not captures_decode(config, pool, has_windows=model.geometry.has_windows):
+    if not captures_decode(config, pool, has_windows=model.geometry.has_windows):
         return 0.0
-    sizes = batch_sizes(pool.max_requests)
-    tables = sum(sizes) * pages_for(model.config.max_position_embeddings, config.kv.page_size) * _PAGE_ID_BYTES
+    sizes, most_keys = batch_sizes(pool.max_requests), model.config.max_position_embeddings
+    tables = sum(sizes) * pages_for(most_keys, config.kv.page_size) * _PAGE_ID_BYTES
+    num_scores = min(pool.max_requests * most_keys, max(MOST_CAPTURED_SCORES, most_keys))
     parallel, hidden, shards = pool.parallel, model.config.hidden_size, _num_shards(pool.parallel, model.config)
     attention = max(cost.attention_width for cost in model.config.layer_costs)
     own = 4 * hidden + attention / parallel.tp + 2 * hidden * (shards - 1)
@@ -144,6 +148,7 @@ def _graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     )
     widths = own + shards * (inner + _answers_width(model.config))
     step = pool.max_requests * widths * DTYPE_BYTES[model.dtype]
+    step += _SCORE_BYTES * num_scores * model.config.selects_keys
     return tables + step + len(sizes) * model.geometry.num_layers * _GRAPH_LAYER_BYTES + _WORKSPACE_BYTES
 
 

@@ -213,8 +213,6 @@ class LatentAttentionConfig:
         cost = cost._replace(
             query_width=self.num_heads * self.stored_dim,
             out_width=self.num_heads * self.kv_rank,
-            # Results are in fp32.
-            width=cost.width + self.num_heads * self.kv_rank,
             selection_bytes=4 * 3 * most,
             top_k=indexer.top_k,
         )

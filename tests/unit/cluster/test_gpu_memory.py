@@ -140,6 +140,17 @@ def test_graphs_of_decode_are_expected(tmp_path: Path) -> None:
     assert expected_memory(config, config.decode, model).graphs * GIB == tables + step + allowances
 
 
+def test_scores_of_captured_steps_are_expected(tmp_path: Path) -> None:
+    def graphs(shape: dict[str, Any], max_requests: int) -> float:
+        config, model = planned(tmp_path, shape, f"decode: {{max_requests: {max_requests}, parallel: {{tp: 8}}}}")
+        return expected_memory(config, config.decode, model).graphs * GIB
+
+    indexed = DEEPSEEK | {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048}
+    for max_requests, num_scores in ((4, 4 * 131072), (1024, 1 << 25)):
+        more = graphs(indexed, max_requests) - graphs(DEEPSEEK, max_requests)
+        assert more == pytest.approx(6 * num_scores)
+
+
 def test_sliding_windows_take_no_graph_memory(tmp_path: Path) -> None:
     shape = LLAMA_3_8B | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1}
     config, model = planned(tmp_path, shape, "")
@@ -195,13 +206,12 @@ def test_memory_to_select_keys_is_included(tmp_path: Path) -> None:
     def activations(shape: dict[str, Any], more: str = "mode: gather") -> float:
         parallel = "{cp: 2, tp: 8, ep: 16}"
         config, model = planned(tmp_path, shape, f"prefill: {{parallel: {parallel}, chunk_tokens: 8192, {more}}}")
-        assert (expected_memory(config, config.decode, model).graphs == 0) == ("index_topk" in shape)
         return expected_memory(config, config.prefill, model).activations * GIB
 
     indexed = DEEPSEEK | {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048}
     gathered = activations(indexed)
-    # Per token: the indexer's queries, key and weights, a selection of 32-bit numbers, and 16 results in fp32.
-    of_token = (64 * 128 + 128 + 2 * 64 + 2 * 2048 + 16 * 512) * 2
+    # Per token: the indexer's queries, key and weights, and a selection of 32-bit numbers.
+    of_token = (64 * 128 + 128 + 2 * 64 + 2 * 2048) * 2
     assert gathered - activations(DEEPSEEK) == pytest.approx(8192 * of_token + 3 * 4 * (1 << 22))
     all_keys, two_blocks = 131072 * 704 * 2, 2 * 65536 * 704 * 2
     assert activations(indexed, "mode: ring, passing: pass_kv") - gathered == pytest.approx(two_blocks + all_keys)
