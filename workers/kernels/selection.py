@@ -40,6 +40,7 @@ def score_run(q: Tensor, weights: Tensor, visible: VisibleKeys, scores: Tensor, 
 
     ``q [queries, heads, dim]``; ``weights [queries, heads]`` fp32, with adjacent heads. The queries have equal pages.
     """
+    assert q.stride(2) == weights.stride(1) == 1, f"strides {q.stride()} and {weights.stride()}"
     num_queries, num_heads, dim = q.shape
     most = 32 if q.itemsize > 2 else 128
     block_queries, block_keys = min(block_of(num_queries, 16), most), most
@@ -90,6 +91,7 @@ def _score_run_kernel(
 
 def score_tokens(q: Tensor, weights: Tensor, visible: VisibleKeys, scores: Tensor, begin: int = 0) -> None:
     """Write scores like ``score_run``, of few queries, which may have different pages."""
+    assert q.stride(2) == weights.stride(1) == 1, f"strides {q.stride()} and {weights.stride()}"
     (num_queries, num_heads, dim), keys = q.shape, visible.keys
     block_keys = 32 if q.itemsize > 2 else 128
     num_programs = min(triton.cdiv(scores.shape[1], block_keys), triton.cdiv(_TOKEN_PROGRAMS, num_queries))

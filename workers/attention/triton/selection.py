@@ -32,6 +32,7 @@ class TritonSelection:
         num_queries, device = len(index.q), device_of(keys)
         num_keys = device.put(torch.from_numpy(num_visible.astype(np.int32)))
         visible = VisibleKeys(keys, table, torch.zeros_like(num_keys), num_keys)
+        q, weights = index.q.to(keys.dtype), index.weights.contiguous()
         score = score_tokens if num_queries <= _FEW_QUERIES else score_run
         best, numbers = (index.weights.new_empty(num_queries, 0, dtype=kind) for kind in (torch.float32, torch.int32))
         most = int(num_visible[-1])
@@ -39,7 +40,7 @@ class TritonSelection:
             end, num_best = min(begin + MOST_SCORED // num_queries, most), best.shape[1]
             scores = best.new_empty(num_queries, num_best + end - begin)
             scores[:, :num_best] = best
-            score(index.q.to(keys.dtype), index.weights, visible, scores[:, num_best:], begin)
+            score(q, weights, visible, scores[:, num_best:], begin)
             counts = (num_keys - begin).clamp_(0, end - begin).add_(num_best)
             named = None
             if num_best:

@@ -11,11 +11,12 @@ from torch import Tensor
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
 from tests.fakes.pairwise import all_pairs
+from tests.fakes.selection_oracle import SelectedRun, SelectedScenario
 from tests.fakes.thread_group import on_thread_ranks
-from workers.attention.interface import AttentionParams, GraphShape
+from workers.attention.interface import AttentionParams
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
-from workers.attention.selection import TorchSelection
+from workers.attention.selection import Chosen
 from workers.attention.triton.backend import TritonAttention
 
 _alone = threading.Lock()
@@ -32,8 +33,16 @@ CASES = all_pairs(
 )
 
 
-class OneAtATime(TorchSelection):
+class OneAtATime(TritonAttention):
     """Triton backend for ranks that are threads."""
+
+    def best_keys(self, *args: Any) -> Chosen:
+        with _alone:
+            return super().best_keys(*args)
+
+    def attend_selected(self, *args: Any) -> None:
+        with _alone:
+            super().attend_selected(*args)
 
     def prepare(
         self,
@@ -42,12 +51,10 @@ class OneAtATime(TorchSelection):
         page_size: int,
         key_lens: Sequence[int] | None = None,
     ) -> "_Locked":
-        return _Locked(TritonAttention().prepare(runs, page_tables, page_size, key_lens))
+        return _Locked(super().prepare(runs, page_tables, page_size, key_lens))
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> "_Locked":
-        return _Locked(TritonAttention().prepare_rows(query_runs, key_runs))
-
-    def prepare_graph(self, shape: GraphShape) -> None: ...
+        return _Locked(super().prepare_rows(query_runs, key_runs))
 
 
 class _Locked:
@@ -72,6 +79,15 @@ def check(strategy: Strategy, cp: int, passing: Passing | None, in_background: b
 @pytest.mark.parametrize("passing", [None, Passing.PASS_KV], ids=["gather", "ring"])
 def test_zigzag(passing: Passing | None) -> None:
     check(Strategy.ZIGZAG, 2, passing, in_background=True, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("passing", [None, Passing.PASS_Q], ids=["gather", "ring"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selected_keys(passing: Passing | None, dtype: torch.dtype) -> None:
+    chunks = ((5, 3), (4, 0), (1, 6))
+    scenario = SelectedScenario(chunks, Strategy.INTERLEAVE, 2, passing, dtype=dtype, top_k=3, shares=True)
+    results = on_thread_ranks(2, lambda group: SelectedRun(scenario, group, OneAtATime()).run(), in_background=True)
+    check_scenario(scenario, results)
 
 
 @pytest.mark.full
