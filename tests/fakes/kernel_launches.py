@@ -18,6 +18,7 @@ from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.kernels.copy_pages import copy_pages
 from workers.kernels.experts import choose_experts, expert_rows, grouped_matmul, sum_choices, tiles_of
+from workers.kernels.fp8 import fp8_matmul, grouped_fp8_matmul
 from workers.kernels.partials import merge_partials
 from workers.kernels.sampling import find_cutoffs, win_race
 from workers.kernels.triton_elementwise import add_rms_norm, rms_norm, rotate, rotate_storing, store_kv, swiglu
@@ -156,6 +157,30 @@ def _experts() -> object:
     return sum_choices(answers, few.rows, torch.zeros(20, 8))
 
 
+def _fp8(*shape: int, width: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    return torch.zeros(shape, dtype=torch.float8_e4m3fn), torch.zeros(*shape[:-1], -(-shape[-1] // width)), width
+
+
+def _fp8_products() -> None:
+    """Multiply few and many rows, on one rank and with narrow groups on a rank with tp 8."""
+    for num_rows in (16, 2000):
+        fp8_matmul(_bf16(num_rows, 4096), *_fp8(6144, 4096, width=128), _bf16(6144))
+        fp8_matmul(_bf16(num_rows, 96), *_fp8(2048, 96, width=32))
+
+
+def _fp8_products_any() -> None:
+    """Multiply other numbers of rows in tiles of the same size."""
+    for num_rows in (17, 80, 1000):
+        fp8_matmul(_bf16(num_rows, 1024), *_fp8(1024, 1024, width=128))
+
+
+def _fp8_experts() -> None:
+    few = expert_rows(torch.zeros(20, 8, dtype=torch.int32), 8, torch.zeros(8, dtype=torch.int64), 16)
+    grouped_fp8_matmul(_bf16(20, 2048), *_fp8(8, 1536, 2048, width=128), few.tiles, few.tokens)
+    x = _bf16(2000, 768)
+    grouped_fp8_matmul(x, *_fp8(2, 2048, 768, width=128), tiles_of([1000, 1000], x))
+
+
 def _merge() -> object:
     out, lse = torch.zeros(100, 8, 128, dtype=torch.bfloat16), torch.zeros(100, 8)
     return merge_partials([out] * 3, [lse] * 3)
@@ -214,6 +239,9 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "gate of experts": lambda: swiglu(torch.empty(MANY, 2 * 768, dtype=torch.bfloat16)),
     "copy of a pool": _copy_most,
     "experts": _experts,
+    "FP8 products": _fp8_products,
+    "FP8 products of any length": _fp8_products_any,
+    "FP8 experts": _fp8_experts,
     "draws": _draws,
     "draws of any number": _draws_any,
 }

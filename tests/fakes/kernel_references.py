@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from tests.fakes.fp8_products import FP8_CHECKS
 from tests.fakes.kernel_cases import DTYPES, Wanted, compare
 from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
@@ -287,4 +288,5 @@ CHECKS = (
     check_joined_parts,
     check_merged_partials,
     *SELECTION_CHECKS,
+    *FP8_CHECKS,
 )

@@ -9,9 +9,11 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 def operand_type(dtype: torch.dtype) -> tl.dtype:
-    """Return the operand type of matrix products. The interpreter cannot multiply bf16."""
+    """Return the operand type of matrix products. The interpreter cannot multiply bf16 and FP8."""
     if dtype == torch.float32 or INTERPRETED:
         return tl.float32
+    if dtype == torch.float8_e4m3fn:
+        return tl.float8e4nv
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
 
 
