@@ -25,6 +25,9 @@ _RETAINED_BYTES = 512 << 20
 _LARGEST_BYTES = 32 << 20
 """Largest mmap threshold that glibc accepts."""
 
+_FP8_CAPABILITY = (8, 9)
+"""Least compute capability of GPUs with tensor cores for FP8: Ada, Hopper and later."""
+
 Event = torch.cuda.Event
 """Event that completes after all GPU work that was started before the event. None stands for a completed event."""
 Stream = torch.cuda.Stream
@@ -58,6 +61,8 @@ class Device:
     """Whether torch has a flash-attention kernel that returns partials on the device."""
     is_asynchronous = False
     """Whether work runs in the background, as do copies if the host memory is pinned."""
+    multiplies_fp8 = False
+    """Whether a kernel multiplies in FP8. Otherwise, weights in FP8 are dequantized."""
     multiplies_bf16 = True
     """Whether matrix products are faster in bf16 than in fp32."""
     packs_bf16 = False
@@ -145,6 +150,10 @@ class GpuDevice(Device):
     @property
     def compute_capability(self) -> tuple[int, int]:  # type: ignore[override]
         return torch.cuda.get_device_capability(self.torch_device)
+
+    @property
+    def multiplies_fp8(self) -> bool:  # type: ignore[override]
+        return self.compute_capability >= _FP8_CAPABILITY
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -8,6 +8,7 @@ from tests.fakes.kernel_cases import DTYPES
 from tests.fakes.nearness import check_near
 from workers.kernels.experts import tiles_of
 from workers.kernels.fp8 import fp8_matmul, grouped_fp8_matmul, quantize_rows
+from workers.quant.fp8_matrix import Fp8Matrix
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -35,6 +36,13 @@ def dequantized_rows(values: Tensor, scales: Tensor, width: int) -> Tensor:
 def rounded_rows(x: Tensor, width: int) -> Tensor:
     """Return ``x [..., size]`` as FP8 represents it, in fp64."""
     return dequantized_rows(*quantized_rows(x, width), width)
+
+
+def plain(weight: Tensor | Fp8Matrix) -> Tensor:
+    """Return a weight in fp32 if it is in FP8."""
+    if isinstance(weight, Tensor):
+        return weight
+    return weight.values.float() * spread(weight.scales, weight.width, weight.shape[-1])
 
 
 def drawn_weight(*shape: int, width: int) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ class TransformersPeer:
         with torch.device("meta"):
             make: Any = AutoModelForCausalLM.from_config
             self._model = make(config, dtype=model.dtype, attn_implementation="sdpa")
-        weights = {name: part.target for name, part in model.weights().items()}
+        weights = {name: part.plain for name, part in model.weights().items()}
         self._model.load_state_dict(weights, assign=True, strict=False)
         self._model.tie_weights()
         # Rotary frequencies come from the configuration, not from the weights.

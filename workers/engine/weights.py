@@ -17,6 +17,7 @@ from cluster.spec.errors import UserError
 from cluster.spec.memory import GIB
 from workers.device import CPU, Device
 from workers.engine.checkpoint_files import CheckpointError, StoredTensor, open_reader, shortened, stored_tensors
+from workers.engine.fp8_weights import keep_fp8
 from workers.layers.shard import ShardedLayer, WeightShard
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
@@ -34,7 +35,8 @@ def load_model(
     device: Device = CPU,
     groups: ModelGroups | None = None,
 ) -> DecoderModel:
-    """Load a rank's part of the model in a folder, one tensor at a time. Quantized weights are dequantized.
+    """Load a rank's part of the model in a folder, one tensor at a time. Weights in FP8 are dequantized, unless the
+    device multiplies in FP8.
 
     Args:
         dtype: number format. None selects the checkpoint's own.
@@ -49,12 +51,17 @@ def load_model(
     dtype = dtype or torch_dtype(config.dtype)
     with torch.device("meta"):
         model = DecoderModel(config, dtype=dtype, device=device, groups=groups)
+    stored = stored_tensors(folder)
+    weights = _checked_weights(model, config, folder, stored)
+    if device.multiplies_fp8:
+        keep_fp8(model, weights)
     allocate(model, dtype, device)
-    _fill(model, config, folder)
-    num_bytes = sum(weight.nbytes for weight in model.parameters())
+    _fill(model, config, stored, weights)
+    num_bytes = sum(shard.target.nbytes for shard in model.weights().values())
+    in_fp8 = f", {model.fp8_bytes / GIB:.3g} GiB of them in FP8" if model.fp8_bytes else ""
     model.pack()
     _log.info("weights are stored as %s and kept in %s", config.weight_format, str(dtype).removeprefix("torch."))
-    _log.info("loaded %.3g GiB of weights in %.3g s", num_bytes / GIB, time.monotonic() - start_s)
+    _log.info("loaded %.3g GiB of weights%s in %.3g s", num_bytes / GIB, in_fp8, time.monotonic() - start_s)
     return model
 
 
@@ -75,14 +82,26 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _fill(model: DecoderModel, config: DecoderConfig, folder: Path) -> None:
-    shards, stored, copies = model.weights(), stored_tensors(folder), config.copies
-    weights = _stored_weights(config, shards, stored)
+def _checked_weights(
+    model: DecoderModel, config: DecoderConfig, folder: Path, stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredWeight]:
+    """Return how the checkpoint stores each weight of a rank. Raises CheckpointError if its tensors do not fit."""
+    weights = _stored_weights(config, model.weights(), stored)
     expected = _tensors_of(weights)
     # Other ranks' weights are built only if needed.
     if others := _others(config, expected, stored):
         others -= _tensors_of(_stored_weights(config, _whole_model(config).weights(), stored)).keys()
     _check_fit(folder, expected, stored, unexpected=others)
+    return weights
+
+
+def _fill(
+    model: DecoderModel,
+    config: DecoderConfig,
+    stored: Mapping[str, StoredTensor],
+    weights: Mapping[str, StoredWeight],
+) -> None:
+    shards, copies = model.weights(), config.copies
     for file in sorted({tensor.file for tensor in stored.values()}):
         with open_reader(stored, file) as read:
             for name, shard in shards.items():
@@ -157,8 +176,8 @@ def _check_fit(
 def _check_copy(name: str, stored: Mapping[str, StoredTensor], original: str, shard: WeightShard) -> None:
     file = stored[name].file
     with open_reader(stored, file) as read:
-        copy = read(name, shard.index).to(shard.target)
-        if stored[name].shape != shard.whole or not torch.equal(copy, shard.target[: len(copy)]):
+        copy = read(name, shard.index).to(shard.plain)
+        if stored[name].shape != shard.whole or not torch.equal(copy, shard.plain[: len(copy)]):
             raise CheckpointError(f"config.json ties {name} to {original}, but {file} has different values")
 
 

@@ -1,6 +1,7 @@
 """Feed-forward part of a decoder layer: a gated MLP or a mixture of experts."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,10 @@ from workers.layers.config import MoeConfig, RouterConfig
 from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear, multiply
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.collectives import Lens, ModelGroups, TokenExchange
+from workers.quant.fp8_matrix import Fp8Matrix, split_rows
+
+if TYPE_CHECKING:  # no CPU imports kernels of a GPU
+    from workers.kernels.experts import RowTiles
 
 FEW_CHOICES = 32_768
 """Maximum number of (token, expert) choices for which every choice gets a row, so that the host need not wait for
@@ -102,8 +107,9 @@ class Experts(ShardedLayer):
     def __init__(self, hidden_size: int, inner: Shard, numbers: range) -> None:
         super().__init__()
         num_local = len(numbers)
-        self.gate_up = nn.Parameter(torch.empty(num_local, 2 * inner.size, hidden_size), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(num_local, hidden_size, inner.size), requires_grad=False)
+        gate_up, down = (num_local, 2 * inner.size, hidden_size), (num_local, hidden_size, inner.size)
+        self.gate_up: nn.Parameter | Fp8Matrix = nn.Parameter(torch.empty(gate_up), requires_grad=False)
+        self.down: nn.Parameter | Fp8Matrix = nn.Parameter(torch.empty(down), requires_grad=False)
         self.loads = torch.zeros(num_local, dtype=torch.int64, device="cpu")
         """Number of tokens that each expert has computed since startup. Moved to the GPU in the first step."""
         self.numbers = numbers
@@ -140,8 +146,8 @@ class Experts(ShardedLayer):
             rows.view(-1)[order] = torch.arange(len(order), dtype=rows.dtype, device=rows.device)
             tokens = (order // experts.shape[1]).to(torch.int32)
             sorted_rows = kernels.ExpertRows(tokens, rows, kernels.tiles_of(counts, hidden))
-        inner = gated(kernels.grouped_matmul(hidden, self.gate_up, sorted_rows.tiles, sorted_rows.tokens))
-        answers = kernels.grouped_matmul(inner, self.down, sorted_rows.tiles)
+        inner = gated(_grouped_product(hidden, self.gate_up, sorted_rows.tiles, sorted_rows.tokens))
+        answers = _grouped_product(inner, self.down, sorted_rows.tiles)
         return kernels.sum_choices(answers, sorted_rows.rows, routed.weights)
 
     def _counted(self, experts: Tensor) -> tuple[Tensor, list[int]]:
@@ -153,10 +159,23 @@ class Experts(ShardedLayer):
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         hidden = replicated(self.gate_up.shape[2])
         for index, expert in enumerate(self.numbers):
-            gate, up = self.gate_up[index].chunk(2)
-            yield f"{expert}.gate.weight", WeightShard(gate, (self._inner, hidden))
-            yield f"{expert}.up.weight", WeightShard(up, (self._inner, hidden))
-            yield f"{expert}.down.weight", WeightShard(self.down[index], (hidden, self._inner))
+            gate, up = split_rows(self.gate_up[index], [self._inner.size] * 2)
+            yield f"{expert}.gate.weight", WeightShard(gate, (self._inner, hidden), "gate_up")
+            yield f"{expert}.up.weight", WeightShard(up, (self._inner, hidden), "gate_up")
+            yield f"{expert}.down.weight", WeightShard(self.down[index], (hidden, self._inner), "down")
+
+
+def _grouped_product(
+    x: Tensor, weights: Tensor | Fp8Matrix, tiles: "RowTiles", sources: Tensor | None = None
+) -> Tensor:
+    """Multiply like ``multiply``, each row with the matrix of its tile, on a device with kernels."""
+    if isinstance(weights, Fp8Matrix):
+        from workers.kernels.fp8 import grouped_fp8_matmul
+
+        return grouped_fp8_matmul(x, weights.values, weights.scales, weights.width, tiles, sources)
+    from workers.kernels.experts import grouped_matmul
+
+    return grouped_matmul(x, weights, tiles, sources)
 
 
 class MoeBlock(nn.Module):

@@ -10,6 +10,7 @@ from workers.device import device_of
 from workers.kernels.elementwise import elementwise_kernels
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.collectives import Communicator
+from workers.quant.fp8_matrix import Fp8Matrix, split_rows
 
 _FEW_ROWS = 2
 """Maximum number of rows for which a CPU without bf16 arithmetic is fastest one row at a time."""
@@ -21,8 +22,15 @@ _PART = 1 << 20
 """Number of weight elements converted to fp32 at a time, so that they stay in the cache for the product."""
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x [R, inputs] @ weight.T + bias, summed in fp32 and rounded once, on every device."""
+def multiply(x: Tensor, weight: Tensor | Fp8Matrix, bias: Tensor | None = None) -> Tensor:
+    """Return x [R, inputs] @ weight.T + bias, summed in fp32 and rounded once, on every device.
+
+    With a weight in FP8, ``x`` is first rounded to FP8, with a scale per row and group of inputs.
+    """
+    if isinstance(weight, Fp8Matrix):
+        from workers.kernels.fp8 import fp8_matmul
+
+        return fp8_matmul(x, weight.values, weight.scales, weight.width, bias)
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
@@ -57,7 +65,7 @@ class FusedLinear(ShardedLayer):
         """Build the layer. ``outputs`` maps each projection's name to this rank's shard of its outputs."""
         super().__init__()
         out_size = sum(shard.size for shard in outputs.values())
-        self.weight = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
+        self.weight: nn.Parameter | Fp8Matrix = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
         self._in_size, self._outputs = in_size, dict(outputs)
         self._parts: dict[tuple[int | None, int | None], Tensor] = {}
@@ -67,21 +75,21 @@ class FusedLinear(ShardedLayer):
         return multiply(x, self.weight, self.bias)
 
     def project(self, x: Tensor, outputs: slice) -> Tensor:
-        bias = None if self.bias is None else self.bias[outputs]
-        if not self.weight.is_mkldnn:
-            return multiply(x, self.weight[outputs], bias)
+        bias, weight = None if self.bias is None else self.bias[outputs], self.weight
+        if isinstance(weight, Fp8Matrix) or not weight.is_mkldnn:
+            return multiply(x, weight[outputs], bias)
         bounds = outputs.start, outputs.stop
         if bounds not in self._parts:
-            self._parts[bounds] = packed(self.weight.to_dense()[outputs])
+            self._parts[bounds] = packed(weight.to_dense()[outputs])
         return multiply(x, self._parts[bounds], bias)
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
-        sizes = [shard.size for shard in self._outputs.values()]
-        for kind, fused in (("weight", self.weight), ("bias", self.bias)):
-            if fused is not None:
-                for (name, shard), part in zip(self._outputs.items(), torch.split(fused, sizes), strict=True):
-                    shards = (shard, replicated(self._in_size)) if kind == "weight" else (shard,)
-                    yield f"{name}.{kind}", WeightShard(part, shards)
+        sizes, inputs = [shard.size for shard in self._outputs.values()], replicated(self._in_size)
+        for (name, shard), part in zip(self._outputs.items(), split_rows(self.weight, sizes), strict=True):
+            yield f"{name}.weight", WeightShard(part, (shard, inputs), "weight")
+        if self.bias is not None:
+            for (name, shard), bias in zip(self._outputs.items(), torch.split(self.bias, sizes), strict=True):
+                yield f"{name}.bias", WeightShard(bias, (shard,))
 
 
 class SummedLinear(ShardedLayer):
@@ -89,7 +97,7 @@ class SummedLinear(ShardedLayer):
 
     def __init__(self, inputs: Shard, out_size: int, *, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_size, inputs.size), requires_grad=False)
+        self.weight: nn.Parameter | Fp8Matrix = nn.Parameter(torch.empty(out_size, inputs.size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
         self._inputs = inputs
 
@@ -99,8 +107,8 @@ class SummedLinear(ShardedLayer):
         return out if self.bias is None else out.add_(self.bias)
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
-        out = replicated(len(self.weight))
-        yield "weight", WeightShard(self.weight, (out, self._inputs))
+        out = replicated(self.weight.shape[0])
+        yield "weight", WeightShard(self.weight, (out, self._inputs), "weight")
         if self.bias is not None:
             yield "bias", WeightShard(self.bias, (out,))
 
@@ -112,10 +120,14 @@ class ReplicatedLinear(ShardedLayer):
         """Build the layer. With ``is_wide``, its weights and outputs are in fp32 for any model dtype."""
         super().__init__()
         self.wide = frozenset({"weight"} if is_wide else ())
-        self.weight = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
+        self.weight: nn.Parameter | Fp8Matrix = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x.float() if self.wide else x, self.weight)
+
+    def weights(self) -> Iterator[tuple[str, WeightShard]]:
+        shards = tuple(map(replicated, self.weight.shape))
+        yield "weight", WeightShard(self.weight, shards, None if self.wide else "weight")
 
 
 class Embedding(ShardedLayer):

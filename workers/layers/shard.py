@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from cluster.spec.ranks import kv_heads_of
 from workers.parallel.collectives import Communicator, Part
+from workers.quant.fp8_matrix import Fp8Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,10 @@ def kv_head_shard(num_kv_heads: int, head_dim: int, group: Communicator) -> Shar
 class WeightShard:
     """Tensor of the model, and the shard of a stored tensor to copy into it."""
 
-    target: Tensor
+    target: Tensor | Fp8Matrix
     shards: tuple[Shard, ...]
+    matrix: str | None = None
+    """Parameter of the layer that contains the target, if it can be replaced by an Fp8Matrix."""
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -55,9 +58,17 @@ class WeightShard:
         """Return the index of the stored elements to read."""
         return tuple(shard.stored for shard in self.shards)
 
-    def cleared(self) -> Tensor:
+    @property
+    def plain(self) -> Tensor:
+        """Return the target, which must be a plain tensor."""
+        assert isinstance(self.target, Tensor), "the matrix is in FP8"
+        return self.target
+
+    def cleared(self) -> Tensor | Fp8Matrix:
         """Return the part of the target that the stored elements at ``index`` fill, and fill the rest with zeros."""
         sizes = tuple(stored.stop - stored.start for stored in self.index)
+        if isinstance(self.target, Fp8Matrix):
+            return self.target.cleared(sizes)
         if sizes != self.target.shape:
             self.target.zero_()
         return self.target[tuple(map(slice, sizes))]

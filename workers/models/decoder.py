@@ -1,5 +1,7 @@
 """Decoder of any supported model family, built from its configuration."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ from workers.layers.projections import Projections, make_projections
 from workers.layers.shard import ShardedLayer, WeightShard
 from workers.models.interface import DecoderConfig
 from workers.parallel.collectives import Lens, ModelGroups
+from workers.quant.fp8_matrix import Fp8Matrix
 
 
 class DecoderLayer(nn.Module):
@@ -125,17 +128,25 @@ class DecoderModel(nn.Module):
 
     def weights(self) -> dict[str, WeightShard]:
         """Return this rank's shards of all tensors that the checkpoint must contain, by the names in the checkpoint."""
-        return {
-            self.config.checkpoint_name(f"{path}.{name}"): shard
-            for path, module in self.named_modules()
-            if isinstance(module, ShardedLayer)
-            for name, shard in module.weights()
-        }
+        return {name: shard for _, shards in self.weights_by_layer() for name, shard in shards.items()}
+
+    def weights_by_layer(self) -> Iterator[tuple[ShardedLayer, dict[str, WeightShard]]]:
+        """Yield every layer that has weights, and its part of ``weights``."""
+        name_of = self.config.checkpoint_name
+        for path, module in self.named_modules():
+            if isinstance(module, ShardedLayer):
+                yield module, {name_of(f"{path}.{name}"): shard for name, shard in module.weights()}
+
+    @property
+    def fp8_bytes(self) -> int:
+        """Return the bytes of the matrices in FP8 and their scales."""
+        targets = [shard.target for shard in self.weights().values()]
+        return sum(target.nbytes for target in targets if isinstance(target, Fp8Matrix))
 
     def pack(self) -> None:
         """Rearrange loaded weights for speed."""
         for module in self.modules():
-            if isinstance(module, FusedLinear | SummedLinear):
+            if isinstance(module, FusedLinear | SummedLinear) and isinstance(module.weight, nn.Parameter):
                 module.weight = packed(module.weight)
         if self.is_last:
             self.lm_head.pack(is_read=self.is_first and self.config.tie_word_embeddings)

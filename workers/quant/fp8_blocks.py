@@ -1,12 +1,13 @@
 """FP8 weights with one scale per block, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) and Qwen3's FP8 models.
 
-Element [i, j] of a weight W is ``W[i, j] * W_scale_inv[i // rows, j // columns]``, computed in fp32 and rounded once.
-The last blocks of a weight can be partial. Which weights are in FP8 follows from the number formats of the stored
-tensors, so `modules_to_not_convert` is not needed.
+Element [i, j] of a weight W is ``W[i, j] * W_scale_inv[i // rows, j // columns]``, computed in fp32 and rounded once if
+the weight does not stay in FP8. The last blocks of a weight can be partial. Which weights are in FP8 follows from the
+number formats of the stored tensors, so `modules_to_not_convert` is not needed.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from workers.quant.interface import Index, Read, Shape, StoredWeight, TensorSpec, UnsupportedFormatError
@@ -15,11 +16,17 @@ from workers.quant.plain import PLAIN_DTYPES, PlainWeight
 if TYPE_CHECKING:  # the planner has no torch
     from torch import Tensor
 
+    from workers.quant.fp8_matrix import Fp8Matrix
+
 _WEIGHT_DTYPE = "F8_E4M3"
 _SCALE_DTYPES = ("F32", "BF16")
 _STRIP_SIZE = 1 << 16
 """Number of elements to dequantize at a time, unless one row of blocks has more. Few enough that the heap keeps no
 memory of freed strips.
+"""
+_WIDTHS = range(32, 129)
+"""Widths of groups for products in FP8: tensor cores multiply at least 32 inputs, and their sums are exact enough for
+128.
 """
 
 
@@ -36,7 +43,13 @@ class Fp8Blocks:
     def weight(self, name: str, shape: Shape, dtype: str | None) -> StoredWeight:
         if dtype is None or dtype in PLAIN_DTYPES or len(shape) != 2:
             return PlainWeight(name, shape)
-        return Fp8Weight(name, shape, (min(self.rows, shape[0]), min(self.columns, shape[1])))
+        return Fp8Weight(name, shape, self)
+
+    def fp8_width(self, columns: int, start: int, size: int) -> int | None:
+        # Blocks and groups need a common divisor only if the weight is divided.
+        whole = min(self.columns, columns)
+        shared = whole if size == columns else gcd(whole, start, size)
+        return max((width for width in _WIDTHS if shared % width == 0), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +58,12 @@ class Fp8Weight:
 
     name: str
     shape: Shape
-    block: tuple[int, int]
-    """Rows and columns of a block, at most those of the weight."""
+    format: Fp8Blocks
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Return the rows and columns of a block, at most those of the weight."""
+        return min(self.format.rows, self.shape[0]), min(self.format.columns, self.shape[1])
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         scales = tuple(-(-size // of_block) for size, of_block in zip(self.shape, self.block, strict=True))
@@ -59,7 +76,25 @@ class Fp8Weight:
     def _scale_name(self) -> str:
         return f"{self.name}_scale_inv"
 
-    def load(self, index: Index, target: "Tensor", read: Read) -> None:
+    def fp8_width(self, start: int, size: int) -> int | None:
+        return self.format.fp8_width(self.shape[1], start, size)
+
+    def load(self, index: Index, target: "Tensor | Fp8Matrix", read: Read) -> None:
+        from torch import Tensor
+
+        if isinstance(target, Tensor):
+            self._dequantize(index, target, read)
+        else:
+            self._copy(index, target, read)
+
+    def _copy(self, index: Index, target: "Fp8Matrix", read: Read) -> None:
+        (rows, columns), height = index, self.block[0]
+        target.values.copy_(read(self.name, index))
+        scales = self._scales(rows, columns, read)[:, :: target.width].repeat_interleave(height, dim=0)
+        begin = rows.start % height
+        target.scales.copy_(scales[begin : begin + rows.stop - rows.start])
+
+    def _dequantize(self, index: Index, target: "Tensor", read: Read) -> None:
         rows, columns = index
         height, first = self.block[0], rows.start // self.block[0]
         scales = self._scales(rows, columns, read).to(target.device)

@@ -8,6 +8,8 @@ from cluster.spec.errors import UserError
 if TYPE_CHECKING:  # the planner has no torch
     from torch import Tensor
 
+    from workers.quant.fp8_matrix import Fp8Matrix
+
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
 """Range of elements in each dimension, with both bounds."""
@@ -33,8 +35,12 @@ class StoredWeight(Protocol):
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Return the tensors that the checkpoint must contain for this weight, by name."""
 
-    def load(self, index: Index, target: "Tensor", read: Read) -> None:
-        """Copy the elements at ``index`` into ``target``, which has their shape, and any float dtype and device.
+    def fp8_width(self, start: int, size: int) -> int | None:
+        """Return the ``width`` of an Fp8Matrix that holds ``size`` columns from ``start``; None if none can."""
+
+    def load(self, index: Index, target: "Tensor | Fp8Matrix", read: Read) -> None:
+        """Copy the elements at ``index`` into ``target``, which has their shape, any device, and any float dtype or the
+        width that ``fp8_width`` has returned.
 
         Only the parts of tensors that these elements need are read.
         """
@@ -48,3 +54,6 @@ class WeightFormat(Protocol):
 
         ``dtype`` is None if the checkpoint has no such tensor.
         """
+
+    def fp8_width(self, columns: int, start: int, size: int) -> int | None:
+        """Return ``StoredWeight.fp8_width`` of a weight with this number of columns, stored as the format intends."""

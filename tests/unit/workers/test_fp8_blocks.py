@@ -99,7 +99,7 @@ def test_any_piece_of_a_weight_has_the_defined_values(
 
 
 def loaded(model: DecoderModel) -> dict[str, Tensor]:
-    return {name: shard.target for name, shard in model.weights().items()}
+    return {name: shard.plain for name, shard in model.weights().items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -149,6 +149,7 @@ def test_our_decoder_recalls_as_well_and_needs_each_expert(folder: Path, expert_
     assert predicted(model, prompt, expected) == expected
     experts = model.get_submodule("layers.1.mlp.experts")
     assert isinstance(experts, Experts)
+    assert isinstance(experts.down, torch.Tensor)
     for down in experts.down:
         kept = down.clone()
         down.zero_()

@@ -38,7 +38,7 @@ def tp_rank(rank: int, tp: int) -> ModelGroups:
 
 def tensors_of(model: DecoderModel) -> Tensors:
     """Return the loaded tensors by name in the checkpoint."""
-    return {name: part.target for name, part in model.weights().items()}
+    return {name: part.plain for name, part in model.weights().items()}
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], None]) -> Path:
