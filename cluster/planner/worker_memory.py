@@ -1,5 +1,6 @@
 """Estimates of a worker's GPU and host memory."""
 
+from cluster.planner.fp8_memory import saved_bytes
 from cluster.planner.model import ModelFacts
 from cluster.spec.config import (
     AnyParallel,
@@ -38,8 +39,14 @@ _WORKSPACE_BYTES = 32 << 20
 
 
 def weights_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
-    numbers = max(_num_weights(config, pool, model, stage) for stage in range(pool.parallel.pp))
-    return numbers * DTYPE_BYTES[model.dtype] / GIB
+    return max(_weight_bytes(config, pool, model, stage) for stage in range(pool.parallel.pp)) / GIB
+
+
+def _weight_bytes(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int) -> float:
+    num_bytes = _num_weights(config, pool, model, stage) * DTYPE_BYTES[model.dtype]
+    if config.resources.device is Device.CPU:
+        return num_bytes
+    return num_bytes - saved_bytes(pool, model, stage_layers(model.config.num_layers, pool.parallel.pp, stage))
 
 
 def _num_weights(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int) -> float:

@@ -91,6 +91,10 @@ class AttentionConfig:
         """Return the shapes of the projections of queries and of attention's output."""
         return MatrixShape(self.q_size, hidden_size), MatrixShape(hidden_size, self.q_size)
 
+    def whole_matrices(self, hidden_size: int) -> tuple[MatrixShape, ...]:  # noqa: ARG002 - there are none
+        """Return the shapes of the matrices in the model's dtype that every TP rank holds, apart from stored keys'."""
+        return ()
+
     def cost(self, hidden_size: int) -> AttentionCost:
         return AttentionCost(
             sharded=2 * hidden_size * self.q_size,
@@ -188,6 +192,14 @@ class LatentAttentionConfig:
         queries = MatrixShape(self.num_heads * self.head_dim, self.query_rank or hidden_size)
         return queries, MatrixShape(hidden_size, self.num_heads * self.value_dim)
 
+    def whole_matrices(self, hidden_size: int) -> tuple[MatrixShape, ...]:
+        """Return the shapes of the matrices in the model's dtype that every TP rank holds, apart from stored keys'."""
+        if self.query_rank is None:
+            return ()
+        low_rank = MatrixShape(self.query_rank, hidden_size)
+        own = self.own_indexer
+        return (low_rank,) if own is None else (low_rank, MatrixShape(own.query_size, self.query_rank))
+
     def cost(self, hidden_size: int) -> AttentionCost:
         """Return the cost with expanded keys, and activations with stored keys, which are wider."""
         query_width, out_width = self.num_heads * self.head_dim, self.num_heads * self.value_dim
@@ -196,7 +208,7 @@ class LatentAttentionConfig:
             + self.kv_rank * self.expanded_size
             + out_width * hidden_size,
             kv=hidden_size * self.stored_dim,
-            whole=hidden_size * (self.query_rank or 0),
+            whole=sum(matrix.size for matrix in self.whole_matrices(hidden_size)),
             query_width=query_width,
             out_width=out_width,
             width=query_width + out_width + self.num_heads * (self.stored_dim + 2 * self.kv_rank),
@@ -218,10 +230,9 @@ class LatentAttentionConfig:
         )
         if self.shares_selection:
             return cost
-        query_rank = self.query_rank or hidden_size
         return cost._replace(
             kv=cost.kv + hidden_size * indexer.head_dim,
-            whole=cost.whole + query_rank * indexer.query_size + hidden_size * indexer.num_heads,
+            whole=cost.whole + hidden_size * indexer.num_heads,
             whole_width=indexer.query_size + indexer.head_dim + 2 * indexer.num_heads + 2 * indexer.top_k,
             index_flops=2 * indexer.num_heads * (indexer.head_dim + 1),
             index_row_bytes=4 * indexer.num_heads * (indexer.head_dim + 1),

@@ -12,18 +12,20 @@ from hypothesis import strategies as st
 from cluster.planner.memory import model_problems, pool_gib
 from cluster.planner.model import ModelFacts, read_model
 from cluster.planner.worker_memory import expected_memory, weights_gib
-from cluster.spec.config import DeployConfig, ParallelConfig
+from cluster.spec.config import DeployConfig, Device, ParallelConfig
 from cluster.spec.linear_shards import LinearShards
 from cluster.spec.loader import parse_config
 from cluster.spec.memory import GIB, GpuMemory
 from cluster.spec.ranks import axis_problems, positions
 from cluster.spec.strategy import ShardLinear
+from tests.fakes.devices import MetaDevice
 from tests.fakes.loading_rank import groups_of
 from tests.unit.cluster.conftest import RunBaton
-from workers.device import CPU
+from workers.engine.fp8_weights import keep_fp8
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
+from workers.quant.fp8_matrix import Fp8Matrix
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 
@@ -93,6 +95,12 @@ DEEPSEEK = {
 """DeepSeek-V3. Its defaults are those of the released checkpoint."""
 
 
+def quantized(block: int | None) -> dict[str, Any]:
+    """Return the fields of a checkpoint in square FP8 blocks."""
+    settings = None if block is None else {"quant_method": "fp8", "weight_block_size": [block, block]}
+    return {"quantization_config": settings}
+
+
 def planned(folder: Path, shape: dict[str, Any], text: str) -> tuple[DeployConfig, ModelFacts]:
     (folder / "config.json").write_text(json.dumps(shape))
     config = parse_config(f"model: {{path: {folder}}}\nresources: {{device: cuda}}\n{text}", "f.yaml")
@@ -119,6 +127,25 @@ def test_weights_of_known_models(tmp_path: Path, shape: dict[str, Any], tp: int,
     assert memory.weights == pytest.approx(weights_gib, rel=0.01)
     assert pool_gib(config, config.decode, model) == memory.left > 80
     assert not model_problems(config, model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "prefill", "device", "expected"),
+    [
+        (QWEN3_30B, "", "cpu", 56.85),
+        (QWEN3_30B, "", "cuda", 29.87),
+        (DEEPSEEK_V32, "parallel: {tp: 8}", "cuda", 82.49),
+        # Query and output projections, which ranks send to each other, are dequantized.
+        (DEEPSEEK_V32, "parallel: {cp: 16, ep: 16}, shard_linear: broadcast", "cuda", 51.67),
+    ],
+)
+def test_weights_in_fp8_are_smaller_on_gpus(
+    tmp_path: Path, shape: dict[str, Any], prefill: str, device: str, expected: float
+) -> None:
+    config, model = planned(tmp_path, shape | quantized(128), f"prefill: {{{prefill}}}")
+    resources = config.resources.model_copy(update={"device": Device(device)})
+    config = config.model_copy(update={"resources": resources})
+    assert weights_gib(config, config.prefill, model) == pytest.approx(expected, rel=0.001)
 
 
 def test_workers_that_share_a_gpu_divide_its_memory(tmp_path: Path) -> None:
@@ -338,6 +365,7 @@ MODELS = [
     SHARED,
     LATENT,
     LATENT | {"q_lora_rank": None},
+    LATENT | {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 64},
 ]
 
 sizes = st.integers(1, 4)
@@ -355,13 +383,19 @@ parallels = st.builds(
 def held_bytes(
     config: DecoderConfig, parallel: ParallelConfig, global_rank: int, shards: LinearShards | None = None
 ) -> int:
-    """Return the bytes of the matrices. Routers and gates are left out, because every rank has them in full."""
+    """Return the bytes of the matrices, in FP8 if the format is. Routers and gates are left out, because every rank has
+    them in full.
+    """
     groups = groups_of(parallel.model_dump(), global_rank, shards)
     with torch.device("meta"):
-        model = DecoderModel(config, dtype=torch.float32, device=CPU, groups=groups)
-    weights = model.named_parameters()
+        model = DecoderModel(config, dtype=torch.float32, device=MetaDevice(has_kernels=True), groups=groups)
+    stored = model.weights().items()
+    keep_fp8(model, {name: config.weight_format.weight(name, shard.whole, "F8_E4M3") for name, shard in stored})
+    held = {f"{path}.{name}": value for path, layer in model.named_modules() for name, value in vars(layer).items()}
+    weights = {name: value for name, value in held.items() if isinstance(value, Fp8Matrix)}
+    plain = {name: weight for name, weight in model.named_parameters() if weight.dim() > 1}
     ignored = ("router.weight", "gate.weight")
-    return sum(weight.nbytes for name, weight in weights if weight.dim() > 1 and not name.endswith(ignored))
+    return sum(weight.nbytes for name, weight in (plain | weights).items() if not name.endswith(ignored))
 
 
 @pytest.fixture(scope="module")
@@ -370,16 +404,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(MODELS), parallels, st.sampled_from(ShardLinear))
+@given(st.sampled_from(MODELS), parallels, st.sampled_from(ShardLinear), st.sampled_from([None, 64, 128]))
 def test_the_fullest_rank_holds_what_was_expected(
-    folder: Path, shape: dict[str, Any], parallel: ParallelConfig, way: ShardLinear
+    folder: Path, shape: dict[str, Any], parallel: ParallelConfig, way: ShardLinear, block: int | None
 ) -> None:
     assume("num_experts" in shape or parallel.ep == parallel.moe_dp == 1)
-    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "config.json").write_text(json.dumps(shape | quantized(block)))
     prefill = f"parallel: {parallel.model_dump()}"
     if parallel.cp > 1 and way is not ShardLinear.NONE:
         prefill += f", shard_linear: {way}"
-    deploy = parse_config(f"model: {{path: {folder}}}\nprefill: {{{prefill}}}", "f.yaml")
+    gpu = "resources: {device: cuda, gpu_memory_gib: 80}"
+    deploy = parse_config(f"model: {{path: {folder}}}\nprefill: {{{prefill}}}\n{gpu}", "f.yaml")
     facts, config = read_model(deploy), read_model_config(folder)
     assert isinstance(facts, ModelFacts)
     # No rank of a stage holds more bytes than the first.
