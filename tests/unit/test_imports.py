@@ -16,6 +16,7 @@ PACKAGES = ("cluster", "workers", "transfer", "router")
 ON_GPUS = (
     "workers.kernels.",
     "workers.bench.kernels",
+    "workers.bench.fp8_kernels",
     "workers.attention.triton.",
     "workers.attention.flash_attn",
 )

@@ -1,7 +1,8 @@
 """`baton bench kernels`: times of GPU kernels at the shapes of a model, compared with the limits of the device."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.bench.device_limits import GpuTimer, Launch, gpu_limits
+from workers.bench.fp8_kernels import fp8_cases
+from workers.bench.kernel_case import DTYPE, NUM_EXPERTS, KernelCase, random, rows_by_expert
 from workers.bench.results import DeviceLimits, KernelResult, Limit
 from workers.bench.shapes import SHAPES, BenchShape
 from workers.device import open_device
@@ -22,22 +25,8 @@ from workers.kernels.experts import grouped_matmul, tiles_of
 from workers.memory.page_pool import PagePool
 
 PAGE_SIZE = 64
-NUM_EXPERTS = 8
-"""Number of experts. Each is as wide as the shape's MLP, and all get the same number of tokens."""
-_DTYPE = torch.bfloat16
 _Batch = Sequence[tuple[int, int]]
 """Pairs of a number of requests and the length of each."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCase:
-    kernel: str
-    limit: Limit
-    work: float
-    """Minimum number of FLOPs, or of bytes read and written."""
-    run: Launch
-    peers: Mapping[str, Launch] = field(default_factory=dict)
-    """Other implementations by name: torch, flash_attn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +34,7 @@ class Sizes:
     prompt_len: int = 8192
     prefix_len: int = 30_720
     chunk_len: int = 2048
+    decode_rows: int = 16
     decode_len: int = 32_768
     decode_kv_bytes: int = 2 << 30
     """KV bytes of a batch of requests with ``decode_len`` tokens each."""
@@ -57,7 +47,8 @@ class Sizes:
 class KernelBench:
     def __init__(self) -> None:
         """Open the GPU. Raises UserError if there is none."""
-        self._device = open_device(Device.CUDA).torch_device
+        gpu = open_device(Device.CUDA)
+        self._device, self._has_fp8 = gpu.torch_device, gpu.multiplies_fp8
         self._timer = GpuTimer(self._device)
         self._limits = gpu_limits(self._device, self._timer)
 
@@ -68,8 +59,13 @@ class KernelBench:
         return self._limits
 
     def measure(self, model: str) -> list[KernelResult]:
+        shape, sizes = SHAPES[model], Sizes()
+        cases = kernel_cases(shape, sizes, self._device)
+        if self._has_fp8:
+            few, many = sizes.decode_rows, sizes.prompt_len
+            cases = chain(cases, fp8_cases(shape, self._device, few_rows=few, many_rows=many))
         with torch.inference_mode():
-            return [self._result(model, case) for case in kernel_cases(SHAPES[model], Sizes(), self._device)]
+            return [self._result(model, case) for case in cases]
 
     def _result(self, model: str, case: KernelCase) -> KernelResult:
         seconds, *others = self._timer.medians([case.run, *case.peers.values()])
@@ -100,9 +96,9 @@ def _prefill(shape: BenchShape, device: torch.device, *, num_tokens: int, prefix
     pool, table = _pages(shape, device, total)
     params = AttentionParams(shape.head_dim**-0.5)
     kv = params.key_and_value(pool.layer_view(0))
-    query = _random(device, num_tokens, shape.heads, shape.head_dim)
+    query = random(device, num_tokens, shape.heads, shape.head_dim)
     step = TritonAttention().prepare([Run(0, prefix_len, num_tokens, 1)], [table], PAGE_SIZE)
-    key, value = _random(device, 2, 1, total, shape.kv_heads, shape.head_dim)
+    key, value = random(device, 2, 1, total, shape.kv_heads, shape.head_dim)
     pairs = num_tokens * prefix_len + num_tokens * (num_tokens + 1) / 2
     return KernelCase(
         f"prefill {num_tokens}" + (f" after {prefix_len}" if prefix_len else ""),
@@ -114,7 +110,7 @@ def _prefill(shape: BenchShape, device: torch.device, *, num_tokens: int, prefix
 
 
 def _decode_batches(shape: BenchShape, sizes: Sizes) -> list[_Batch]:
-    request_bytes = sizes.decode_len * shape.kv_row_len * _DTYPE.itemsize
+    request_bytes = sizes.decode_len * shape.kv_row_len * DTYPE.itemsize
     long = (1, sizes.long_len)
     return [
         [(max(1, sizes.decode_kv_bytes // request_bytes), sizes.decode_len)],
@@ -129,7 +125,7 @@ def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> Kernel
     pool, pages = _pages(shape, device, sum(num_pages) * PAGE_SIZE)
     params = AttentionParams(shape.head_dim**-0.5)
     kv = params.key_and_value(pool.layer_view(0))
-    query = _random(device, len(lens), shape.heads, shape.head_dim)
+    query = random(device, len(lens), shape.heads, shape.head_dim)
     step = DecodeAttention(
         GraphShape(
             num_requests=len(lens),
@@ -146,12 +142,12 @@ def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> Kernel
     step.fill(lens, [table.numpy() for table in torch.split(pages.cpu(), num_pages)])
     contiguous = []
     for queries, (count, length) in zip(torch.split(query, [count for count, _ in batch]), batch, strict=True):
-        key, value = _random(device, 2, count, shape.kv_heads, length, shape.head_dim).transpose(2, 3)
+        key, value = random(device, 2, count, shape.kv_heads, length, shape.head_dim).transpose(2, 3)
         contiguous.append((queries[:, None], key, value))
     return KernelCase(
         "decode " + " + ".join(f"{count} x {length}" for count, length in batch),
         Limit.BYTES,
-        float(sum(lens) * shape.kv_row_len * _DTYPE.itemsize),
+        float(sum(lens) * shape.kv_row_len * DTYPE.itemsize),
         lambda: step.attend(query, *kv, params),
         _attention_peers(contiguous, is_causal=False),
     )
@@ -177,9 +173,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tens
 
 
 def _experts(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
-    counts = [num // NUM_EXPERTS + (expert < num % NUM_EXPERTS) for expert in range(NUM_EXPERTS)]
-    x, weights = _random(device, num, shape.hidden), _random(device, NUM_EXPERTS, shape.inner, shape.hidden)
-    tiles = tiles_of(counts, x)
+    x, weights = random(device, num, shape.hidden), random(device, NUM_EXPERTS, shape.inner, shape.hidden)
+    tiles = tiles_of(rows_by_expert(num), x)
     work = 2.0 * num * shape.hidden * shape.inner
     return KernelCase(f"{NUM_EXPERTS} experts", Limit.FLOPS, work, lambda: grouped_matmul(x, weights, tiles))
 
@@ -187,13 +182,9 @@ def _experts(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase
 def _pages(shape: BenchShape, device: torch.device, num_tokens: int) -> tuple[PagePool, Tensor]:
     """Return a pool, and all of its pages in random order."""
     num_pages = pages_for(num_tokens, PAGE_SIZE)
-    dtype = str(_DTYPE).removeprefix("torch.")
+    dtype = str(DTYPE).removeprefix("torch.")
     group = key_value_group(range(1), shape.kv_heads, shape.head_dim, dtype)
     geometry = KvGeometry(model="bench", num_layers=1, groups=(group,), page_size=PAGE_SIZE)
     pool = PagePool.of_one_rank(geometry, num_pages, device)
     pool.group(FULL_ATTENTION).normal_()
     return pool, torch.randperm(num_pages, device=device)
-
-
-def _random(device: torch.device, *shape: int) -> Tensor:
-    return torch.randn(shape, device=device, dtype=torch.float32).to(_DTYPE)

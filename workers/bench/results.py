@@ -11,6 +11,8 @@ class Limit(StrEnum):
 
     FLOPS = "flops"
     """Rate of bf16 matrix products."""
+    FP8_FLOPS = "fp8_flops"
+    """Rate of FP8 matrix products: tensor cores compute twice as many as in bf16."""
     BYTES = "bytes"
     """Bandwidth of a copy in device memory."""
 
@@ -24,7 +26,8 @@ class DeviceLimits:
     bytes_per_s: float
 
     def rate(self, limit: Limit) -> float:
-        return self.flops_per_s if limit is Limit.FLOPS else self.bytes_per_s
+        rates = {Limit.FLOPS: self.flops_per_s, Limit.FP8_FLOPS: 2 * self.flops_per_s, Limit.BYTES: self.bytes_per_s}
+        return rates[limit]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Cases of `baton bench kernels`: each one runs, and its minimum work is right."""
 
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 
 from workers.bench import kernels
-from workers.bench.kernels import KernelBench, KernelCase, Sizes, kernel_cases
+from workers.bench.fp8_kernels import fp8_cases
+from workers.bench.kernel_case import KernelCase
+from workers.bench.kernels import KernelBench, Sizes, kernel_cases
 from workers.bench.results import DeviceLimits, Limit
 from workers.bench.shapes import BenchShape
 
@@ -29,7 +32,8 @@ SIZES = Sizes(
 def test_every_case_runs() -> None:
     torch.manual_seed(0)
     works = {}
-    for case in kernel_cases(SHAPE, SIZES, CPU):
+    in_fp8 = fp8_cases(SHAPE, CPU, few_rows=3, many_rows=70)
+    for case in chain(kernel_cases(SHAPE, SIZES, CPU), in_fp8):
         case.run()
         works[case.kernel] = (case.limit, case.work)
         for peer in case.peers.values():
@@ -41,6 +45,9 @@ def test_every_case_runs() -> None:
         "decode 1 x 600": (Limit.BYTES, 600 * 2 * 2 * 16 * 2),
         "decode 2 x 20 + 1 x 600": (Limit.BYTES, 640 * 2 * 2 * 16 * 2),
         "8 experts": (Limit.FLOPS, 2 * 70 * 32 * 48),
+        "FP8 product of 3": (Limit.BYTES, 32 * 48 + 4 * 48),
+        "FP8 product of 70": (Limit.FP8_FLOPS, 2 * 70 * 32 * 48),
+        "8 experts in FP8": (Limit.FP8_FLOPS, 2 * 70 * 32 * 48),
     }
 
 
@@ -48,16 +55,21 @@ CASES = [
     KernelCase("decode", Limit.BYTES, 2e9, lambda: 500e-6, {"torch": lambda: 700e-6, "flash_attn": lambda: 600e-6}),
     KernelCase("prefill", Limit.FLOPS, 0.2e12, lambda: 500e-6),
 ]
+FP8_CASES = [KernelCase("FP8", Limit.FP8_FLOPS, 0.35e12, lambda: 500e-6, {"torch": lambda: 900e-6})]
 
 
 def test_results_are_shares_of_the_measured_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     bench: Any = KernelBench.__new__(KernelBench)
     bench._limits = DeviceLimits(device="NVIDIA H200", flops_per_s=700e12, bytes_per_s=4e12)
     bench._timer = SimpleNamespace(medians=lambda launches: [launch() for launch in launches])
-    bench._device = CPU
+    bench._device, bench._has_fp8 = CPU, True
     monkeypatch.setattr(kernels, "kernel_cases", lambda *_: CASES)
-    decode, prefill = bench.measure("Qwen3-8B")
+    monkeypatch.setattr(kernels, "fp8_cases", lambda *_, **__: FP8_CASES)
+    decode, prefill, in_fp8 = bench.measure("Qwen3-8B")
     assert (decode.model, decode.kernel, prefill.kernel) == ("Qwen3-8B", "decode", "prefill")
     assert (decode.us, decode.torch_us, decode.flash_attn_us) == pytest.approx((500, 700, 600))
     assert (decode.share_of_limit, prefill.share_of_limit) == pytest.approx((1.0, 4 / 7))
     assert prefill.torch_us is None
+    assert (in_fp8.share_of_limit, in_fp8.torch_us) == pytest.approx((0.5, 900))
+    bench._has_fp8 = False
+    assert [result.kernel for result in bench.measure("Qwen3-8B")] == ["decode", "prefill"]
