@@ -139,7 +139,7 @@ def _load(
         memory=memory,
         backend=backend,
         host_region=host_region,
-        weights=weights_digest(folder, CACHE_DIR.get() / "weights") if is_stored else "",
+        weights=weights_digest(folder, CACHE_DIR.get() / "weights", model.products) if is_stored else "",
         model=model,
         runner=runner,
         step_recorder=StepRecorder(model, (groups.cp, *groups.pipeline.links)),

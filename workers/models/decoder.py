@@ -143,6 +143,11 @@ class DecoderModel(nn.Module):
         targets = [shard.target for shard in self.weights().values()]
         return sum(target.nbytes for target in targets if isinstance(target, Fp8Matrix))
 
+    @property
+    def products(self) -> str:
+        """Return the format of matrix products if some are not in the model's dtype; otherwise an empty string."""
+        return "fp8" if self.fp8_bytes else ""
+
     def pack(self) -> None:
         """Rearrange loaded weights for speed."""
         for module in self.modules():

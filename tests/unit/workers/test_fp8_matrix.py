@@ -107,6 +107,7 @@ def test_every_rank_has_the_values_of_the_dequantized_model(
             assert isinstance(shard.target, Tensor) or name.removesuffix(".weight") not in kept
         assert 0 < model.fp8_bytes < 2 * sum(shard.plain.numel() for shard in wanted.values())
         assert dequantized_model.fp8_bytes == 0
+        assert (model.products, dequantized_model.products) == ("fp8", "")
 
 
 def in_fp8(model: DecoderModel) -> dict[str, int]:

@@ -46,6 +46,11 @@ def test_a_few_changed_rows_are_different_weights(tmp_path: Path) -> None:
     assert digest_of(tmp_path, weights_folder(tmp_path / "tuned", embed=rows)) != base
 
 
+def test_products_in_another_format_do_not_share_kv(tmp_path: Path) -> None:
+    folder, known = weights_folder(tmp_path / "a", q=np.zeros(9, np.float32)), tmp_path / "known"
+    assert weights_digest(folder, known, "fp8") != weights_digest(folder, known, "") == digest_of(tmp_path, folder)
+
+
 def test_weights_are_read_again_only_when_they_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = weights_folder(tmp_path / "a", q=np.zeros(9, np.float32))
     before = digest_of(tmp_path, folder)

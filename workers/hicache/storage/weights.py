@@ -19,10 +19,11 @@ _NOT_WEIGHTS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
-def weights_digest(folder: Path, known: Path) -> str:
+def weights_digest(folder: Path, known: Path, products: str = "") -> str:
     """Return a digest of a folder's configuration and safetensors files. It is the same on every machine.
 
-    The folder ``known`` caches file digests, so each file is read only once until it changes.
+    The folder ``known`` caches file digests, so each file is read only once until it changes. ``products`` names the
+    format of matrix products if it is not the model's dtype, since other products give other KV.
     """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     facts = {name: value for name, value in config.items() if name not in _NOT_WEIGHTS}
@@ -31,6 +32,7 @@ def weights_digest(folder: Path, known: Path) -> str:
     with _locked(known), ThreadPoolExecutor(os.cpu_count()) as threads:
         for sha256 in threads.map(partial(_sha256, known=known), sorted(folder.glob("*.safetensors"))):
             digest.update(bytes.fromhex(sha256))
+    digest.update(products.encode())
     return digest.hexdigest()
 
 
