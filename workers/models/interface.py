@@ -117,7 +117,7 @@ class DecoderConfig:
     num_draft_layers: int = 0
     """Number of layers for speculative decoding that a checkpoint may contain after the others. They are ignored."""
     weight_format: WeightFormat = field(default_factory=PlainFormat)
-    """Format in which the checkpoint stores weights. They are loaded in the model's dtype."""
+    """Format in which the checkpoint stores weights."""
 
     def __post_init__(self) -> None:
         attention = self.attention
