@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.fakes.kernel_cases import DTYPES
 from tests.fakes.nearness import check_near
-from workers.kernels.experts import tiles_of
+from workers.kernels.experts import RowTiles, tiles_of
 from workers.kernels.fp8 import fp8_matmul, grouped_fp8_matmul, quantize_rows
 from workers.quant.fp8_matrix import Fp8Matrix
 
@@ -60,6 +60,9 @@ def check_quantized_rows(data: st.DataObject, device: str) -> None:
     values, scales = quantize_rows(x.to(device), width)
     assert torch.equal(scales.cpu(), expected_scales)
     assert torch.equal(values.cpu().view(torch.uint8), expected.view(torch.uint8))
+    if device != "cpu":  # where interpreting it is an error
+        infinite, _ = quantize_rows(torch.full((1, width), torch.inf).to(device), width)
+        assert infinite.float().isnan().all()
 
 
 def check_fp8_product(data: st.DataObject, device: str) -> None:
@@ -81,20 +84,23 @@ def check_fp8_product(data: st.DataObject, device: str) -> None:
 
 
 def check_grouped_fp8_product(data: st.DataObject, device: str) -> None:
-    """Check experts with any number of rows, in order or taken from other rows."""
+    """Check experts with any number of rows, in order or taken from other rows, and then rows without an expert."""
     counts = data.draw(st.lists(st.sampled_from([0, 1, 3, 16, 70]), min_size=1, max_size=4))
     (size, width), cols, dtype = data.draw(SIZES), data.draw(st.sampled_from([16, 130])), data.draw(DTYPES)
     values, scales = drawn_weight(len(counts), cols, size, width=width)
-    x = torch.randn(max(sum(counts), 1), size).to(dtype)
-    sources = data.draw(st.sampled_from([None, torch.randint(0, len(x), (sum(counts),), dtype=torch.int32)]))
-    rows = x[: sum(counts)] if sources is None else x[sources.long()]
-    matrices = dequantized_rows(values, scales, width)
-    parts = torch.split(rounded_rows(rows, width), counts)
+    num_used, num_rows = sum(counts), sum(counts) + data.draw(st.integers(0, 3))
+    x = torch.randn(max(num_rows, 1), size).to(dtype)
+    sources = data.draw(st.sampled_from([None, torch.randint(0, len(x), (num_rows,), dtype=torch.int32)]))
+    given, rows = (x[:num_rows],) * 2 if sources is None else (x, x[sources.long()])
+    matrices, parts = dequantized_rows(values, scales, width), torch.split(rounded_rows(rows[:num_used], width), counts)
     exact = torch.cat([part @ matrix.T for part, matrix in zip(parts, matrices, strict=True)])
-    given = (rows if sources is None else x).to(device)
-    there = None if sources is None else sources.to(device)
-    tiles = tiles_of(counts, given)
-    check_near(grouped_fp8_matmul(given, values.to(device), scales.to(device), width, tiles, there), exact)
+    used = tiles_of(counts, given.to(device))
+    unused = torch.tensor([[-1, num_used, num_rows]], dtype=torch.int32).to(device)
+    tiles = RowTiles(torch.cat((used.tiles, unused)), used.block_rows)
+    there = values.to(device), scales.to(device), width, tiles, None if sources is None else sources.to(device)
+    found = grouped_fp8_matmul(given.to(device), *there)
+    check_near(found[:num_used], exact)
+    assert not found[num_used:].any()
 
 
 FP8_CHECKS = (check_quantized_rows, check_fp8_product, check_grouped_fp8_product)

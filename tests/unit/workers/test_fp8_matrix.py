@@ -134,6 +134,16 @@ def test_matrices_that_are_only_multiplied_stay_in_fp8(tmp_path: Path, monkeypat
     assert in_fp8(half) == narrow | {"0.mlp.down_proj": 48}
 
 
+def test_one_plain_part_dequantizes_its_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = ["model.layers.0.self_attn.k_proj", "model.layers.0.mlp.experts.1.up_proj"]
+    folder = to_fp8_blocks(make_checkpoint(tmp_path, "qwen3_moe"), WIDE, kept=kept)
+    (model,) = loaded(folder, {}, monkeypatch, keeps_fp8=True)
+    held, parts = in_fp8(model), {f"self_attn.{name}_proj" for name in "qkvo"}
+    parts |= {f"mlp.experts.0.{name}_proj" for name in ("gate", "up", "down")}
+    gone = {f"0.self_attn.{name}_proj" for name in "qkv"} | {f"0.mlp.experts.0.{name}_proj" for name in ("gate", "up")}
+    assert held.keys() == {f"{layer}.{part}" for layer in (0, 1) for part in parts} - gone
+
+
 @pytest.mark.parametrize(("capability", "has_fp8"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)])
 def test_gpus_before_ada_dequantize(
     capability: tuple[int, int], has_fp8: bool, monkeypatch: pytest.MonkeyPatch
