@@ -11,9 +11,8 @@ import torch
 from tests.fakes.attention_params import params_for, shape_for
 from tests.fakes.kv import kv_pool
 from workers.attention.interface import AttentionParams
-from workers.attention.merge import empty_partial
 from workers.attention.runs import Run
-from workers.attention.selection import IndexQueries
+from workers.attention.selection import IndexQueries, QueryRun
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.kernels.copy_pages import copy_pages
@@ -72,11 +71,10 @@ def _selection(num_queries: int) -> Callable[[], object]:
         num_keys, table = 200_000, torch.arange(3125)
         latents, keys = _bf16(3125, 1, 64, 576 + 128).split_with_sizes((576, 128), dim=-1)
         index = IndexQueries(_bf16(num_queries, 64, 128), torch.zeros(num_queries, 64))
-        backend, query = TritonAttention(), _bf16(num_queries, 128, 576)
-        best = backend.best_keys(index, keys, table, np.full(num_queries, num_keys), 2048)
-        out = empty_partial(query, 512)
-        backend.attend_selected(query, latents, table, best.keys.int(), 0.1, out)
-        return out
+        rows, query = slice(0, num_queries), _bf16(num_queries, 128, 576)
+        step = TritonAttention().prepare_selection([QueryRun(rows, table, np.full(num_queries, num_keys))])
+        best = step.best_keys(index, keys, rows, 2048)
+        return step.attend(query, latents, best.keys.int(), AttentionParams(0.1, value_dim=512))
 
     return launch
 

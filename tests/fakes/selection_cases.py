@@ -7,9 +7,9 @@ import torch
 from hypothesis import strategies as st
 
 from tests.fakes.kernel_cases import Wanted
-from workers.attention.interface import AttentionBackend
-from workers.attention.merge import Partial, empty_partial
-from workers.attention.selection import NO_KEY, IndexQueries
+from workers.attention.interface import AttentionBackend, AttentionParams
+from workers.attention.merge import Partial
+from workers.attention.selection import NO_KEY, IndexQueries, QueryRun
 from workers.attention.torch_backend import TorchAttention
 
 
@@ -66,7 +66,9 @@ def check_choice(backend: AttentionBackend, case: ChoiceCase, dtype: torch.dtype
     table = torch.from_numpy(random.permutation(num_pages + 1)[:num_pages])
     expected = TorchAttention().best_keys(IndexQueries(query, weights), keys, table, visible, case.top_k)
     index = IndexQueries(query.to(device), weights.to(device))
-    found = backend.best_keys(index, keys.to(device), table.to(device), visible, case.top_k)
+    rows = slice(0, num_queries)
+    step = backend.prepare_selection([QueryRun(rows, table.to(device), visible)], num_queries)
+    found = step.best_keys(index, keys.to(device), rows, case.top_k)
     scores, numbers = found.scores.cpu(), found.keys.cpu()
     assert torch.equal(scores, expected.scores)
     is_best = scores > -torch.inf
@@ -88,9 +90,11 @@ def attend(
     query, rows = torch.randn(num_queries, num_heads, dim).to(dtype), torch.randn(num_keys, dim).to(dtype)
     seen = selected[is_seen].long()
     keys[table[seen // page_size], 0, seen % page_size] = rows[seen]
-    out = Partial(*(part.to(device) for part in empty_partial(query, value_dim)))
-    given = keys.to(device), table.to(device), selected.masked_fill(~is_seen, NO_KEY).to(device)
-    backend.attend_selected(query.to(device), *given, 0.1, out)
+    step = backend.prepare_selection(
+        [QueryRun(slice(0, num_queries), table.to(device), np.full(num_queries, num_keys))]
+    )
+    masked = selected.masked_fill(~is_seen, NO_KEY).to(device)
+    out = step.attend(query.to(device), keys.to(device), masked, AttentionParams(0.1, value_dim=value_dim))
     by_row = []
     for row in range(num_queries):
         mine = rows[selected[row][is_seen[row]].long(), None]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
-from workers.attention.selection import Chosen, IndexQueries
+from workers.attention.selection import Chosen, IndexQueries, QueryRun
 from workers.device import Device
 
 
@@ -85,6 +85,27 @@ class RowAttention(Protocol):
         """
 
 
+class StepSelection(Protocol):
+    """Selection of keys for the queries of one step on one rank, prepared once and called for every layer."""
+
+    batches: Sequence[slice]
+    """Ranges of queries, one for each call of ``best_keys``."""
+
+    def best_keys(self, index: IndexQueries, keys: Tensor, batch: slice, top_k: int) -> Chosen:
+        """Return the best keys of a batch's queries, by number: all visible ones, or ``top_k``.
+
+        ``index`` are the queries of the step, and ``keys [page, 1, slot, dim]`` the indexer's. Of equal scores, the
+        first ones are best. A score is -inf where a query sees fewer keys than others.
+        """
+
+    def attend(self, query: Tensor, keys: Tensor, selected: Tensor, params: AttentionParams) -> Partial:
+        """Return attention of ``query [queries, heads, D]``, each to keys of its own, in the query's dtype.
+
+        ``selected [queries, n]`` int32 are the keys' numbers, followed by ``NO_KEY``. The first ``params.value_dim``
+        elements of ``keys [page, 1, slot, D]`` are the values.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphShape:
     """Sizes of the decode steps that one captured graph supports."""
@@ -117,7 +138,7 @@ class GraphAttention(Protocol):
 
     def best_keys(self, index: IndexQueries, keys: Tensor, top_k: int) -> Tensor:
         """Return the numbers of each request's best keys, int32 ``[requests, top_k]``, followed by ``NO_KEY``. See
-        ``AttentionBackend``.
+        ``StepSelection``.
         """
 
     def attend_selected(self, query: Tensor, keys: Tensor, selected: Tensor, params: AttentionParams) -> Partial:
@@ -126,9 +147,6 @@ class GraphAttention(Protocol):
 
 class AttentionBackend(Protocol):
     """Attention implementation. Stateless, one per worker."""
-
-    queries_at_once: int
-    """Maximum number of queries in one call of ``best_keys`` for which it is fast."""
 
     def prepare(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
@@ -151,20 +169,5 @@ class AttentionBackend(Protocol):
     def prepare_graph(self, shape: GraphShape) -> GraphAttention | None:
         """Return attention that a CUDA graph can capture. None if this backend does not support capture."""
 
-    def best_keys(
-        self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
-    ) -> Chosen:
-        """Return the best keys of some queries of one request, by number: all visible ones, or ``top_k``.
-
-        ``keys [page, 1, slot, dim]`` are the indexer's, ``table`` holds the request's page numbers, int64, and query i
-        sees the first ``num_visible[i]`` keys, in ascending order. Of equal scores, the first ones are best.
-        """
-
-    def attend_selected(
-        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, out: Partial
-    ) -> None:
-        """Write attention of some queries of one request ``[queries, heads, D]``, each to keys of its own.
-
-        ``selected [queries, n]`` int32 are the keys' numbers, followed by ``NO_KEY``. The first elements of ``keys
-        [page, 1, slot, D]`` are the values. ``out`` is contiguous, in the queries' dtype, and contains empty partials.
-        """
+    def prepare_selection(self, runs: Sequence[QueryRun], most_queries: int | None = None) -> StepSelection:
+        """Prepare one step. ``most_queries`` limits the number of queries in a batch, by default for speed."""

@@ -4,9 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.attention.interface import (
@@ -15,10 +13,10 @@ from workers.attention.interface import (
     GraphShape,
     RowAttention,
     StepAttention,
+    StepSelection,
 )
-from workers.attention.merge import Partial
 from workers.attention.runs import Run
-from workers.attention.selection import Chosen, IndexQueries
+from workers.attention.selection import QueryRun
 
 _PROMPT = [Run(0, 1792, 256, 1)]
 _DECODE = [Run(request, 1023, 1, 1) for request in range(4)]
@@ -35,7 +33,6 @@ class ByQueries:
 
     def __init__(self, decode: AttentionBackend, prompts: AttentionBackend, selections: AttentionBackend) -> None:
         self._decode, self._prompts, self._selections = decode, prompts, selections
-        self.queries_at_once = selections.queries_at_once
 
     def prepare(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
@@ -49,15 +46,8 @@ class ByQueries:
     def prepare_graph(self, shape: GraphShape) -> None:
         """Return None, since a CPU has no graphs."""
 
-    def best_keys(
-        self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
-    ) -> Chosen:
-        return self._selections.best_keys(index, keys, table, num_visible, top_k)
-
-    def attend_selected(
-        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, out: Partial
-    ) -> None:
-        self._selections.attend_selected(query, keys, table, selected, scale, out)
+    def prepare_selection(self, runs: Sequence[QueryRun], most_queries: int | None = None) -> StepSelection:
+        return self._selections.prepare_selection(runs, most_queries)
 
 
 def find_fastest(

@@ -12,7 +12,8 @@ from workers.attention.interface import AttentionParams, GraphShape, RowAttentio
 from workers.attention.limits import MOST_SELECTED
 from workers.attention.merge import Partial, empty_partial
 from workers.attention.runs import Piece, Run, paged_pieces, row_pieces
-from workers.attention.selection import NO_KEY, Chosen, IndexQueries, TorchSelection, trimmed
+from workers.attention.selection import NO_KEY, Chosen, IndexQueries
+from workers.attention.torch_selection import TorchSelection, trimmed
 from workers.native.compile import Compiler
 from workers.native.library import MOST_INDEX_HEADS, NUM_ITEM_FIELDS, Library
 

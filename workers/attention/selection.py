@@ -4,7 +4,6 @@ The choice is exact: of keys with equal scores, those at lower positions are cho
 tiles, chunks, batches or ranks, except as far as they change the rounding of a score.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -12,9 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.attention.limits import MOST_SCORED, MOST_SELECTED
 from workers.attention.merge import Partial
-from workers.device import device_of
 
 NO_KEY = -1
 """Number in place of a key where a query uses fewer keys than others."""
@@ -45,59 +42,15 @@ class Chosen(NamedTuple):
     """``[queries, keys]`` int64: numbers, or positions, of the keys."""
 
 
-class TorchSelection:
-    """Selection in plain torch, on any device, a tile of keys or a few queries at a time."""
+class QueryRun(NamedTuple):
+    """Adjacent queries of one request, and the keys that they see."""
 
-    queries_at_once = 64
-
-    def best_keys(
-        self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
-    ) -> Chosen:
-        """See ``AttentionBackend``."""
-        visible = device_of(keys).put(torch.from_numpy(num_visible))[:, None]
-        best = Chosen(index.weights.new_empty(len(visible), 0), visible.new_empty(len(visible), 0))
-        widest = max(index.weights.numel(), keys.shape[-1])
-        for begin, tile in _tiles(keys, table, int(num_visible[-1]), MOST_SCORED // widest):
-            numbers = torch.arange(begin, begin + len(tile), device=keys.device)
-            scores = index_scores(index, tile)
-            if begin + len(tile) > num_visible[0]:
-                scores.masked_fill_(numbers >= visible, -torch.inf)
-            both = zip(best, (scores, numbers.expand_as(scores)), strict=True)
-            best = best_keys(Chosen(*(torch.cat(pair, dim=1) for pair in both)), top_k)
-        return best
-
-    def attend_selected(
-        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, out: Partial
-    ) -> None:
-        """See ``AttentionBackend``."""
-        page_size, value_dim = keys.shape[2], out.out.shape[-1]
-        step = max(MOST_SELECTED // max(selected.shape[1] * query.shape[-1], 1), 1)
-        for first in range(0, len(query), step):
-            mine = slice(first, first + step)
-            numbers = trimmed(selected[mine]).long()
-            is_seen, numbers = numbers != NO_KEY, numbers.clamp(min=0)
-            rows = keys[:, 0][table[numbers // page_size], numbers % page_size].float()
-            # A slot that no query sees may hold NaN, which no weight can hide.
-            rows.masked_fill_(~is_seen[..., None], 0.0)
-            for whole, part in zip(out, attend_rows(query[mine], rows, is_seen, scale, value_dim), strict=True):
-                whole[mine] = part
-
-
-def trimmed(selected: Tensor) -> Tensor:
-    """Drop the columns of ``selected [queries, n]`` that no query needs."""
-    return selected[:, : int((selected != NO_KEY).sum(-1).amax())]
-
-
-def _tiles(keys: Tensor, table: Tensor, num_keys: int, most_keys: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield tiles ``[n, dim]`` of a request's first keys, each with the number of its first key.
-
-    A tile has at most ``most_keys`` keys, or one page.
-    """
-    page_size = keys.shape[2]
-    num_pages = max(most_keys // page_size, 1)
-    for begin in range(0, num_keys, num_pages * page_size):
-        rows = keys[:, 0].index_select(0, table[begin // page_size :][:num_pages]).flatten(0, 1)
-        yield begin, rows[: num_keys - begin]
+    rows: slice
+    """Rows of the step's queries."""
+    table: Tensor
+    """The request's pages, int64, in order of position."""
+    num_visible: NDArray[np.int64]
+    """Number of the pages' first keys that each query sees, in ascending order."""
 
 
 def index_scores(index: IndexQueries, keys: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from workers.attention.interface import AttentionParams, GraphShape
 from workers.attention.merge import Partial, empty_partial, merge
 from workers.attention.runs import Piece, Run, paged_pieces, pages_of, row_pieces, split_keys
-from workers.attention.selection import TorchSelection
+from workers.attention.torch_selection import TorchSelection
 from workers.device import device_of
 
 MOST_KEYS = 1 << 12

@@ -40,6 +40,6 @@ class JoinedBlocks:
             positions = [torch.arange(0)]
             for number, run in enumerate(runs):
                 own = torch.arange(run.count) * run.step + run.first_position
-                held = share.positions(run.request, own) if number < num_prefixes else own
+                held = share.positions(share.firsts[run.request], own) if number < num_prefixes else own
                 positions.append(held + begins[run.request] * batch.page_size)
             self.slots.append(device.put(torch.cat(positions)))

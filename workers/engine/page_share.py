@@ -23,7 +23,7 @@ class PageShare(NamedTuple):
         held: NDArray[np.int64] = np.maximum(-(-behind // self.owners), 0) * self.page_size + is_partly_held * rest
         return held
 
-    def positions(self, request: int, numbers: Tensor) -> Tensor:
-        """Return the positions of held tokens, which are numbered in ascending order."""
+    def positions(self, first: int | Tensor, numbers: Tensor) -> Tensor:
+        """Return the positions of held tokens, numbered in order of position, given their request's first page."""
         pages, slots = numbers // self.page_size, numbers % self.page_size
-        return (pages * self.owners + self.firsts[request]) * self.page_size + slots
+        return (pages * self.owners + first) * self.page_size + slots

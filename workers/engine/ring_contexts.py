@@ -25,6 +25,7 @@ from workers.engine.step_context import CpExchange, StepContext, work_of
 from workers.engine.step_keys import PrefixKeys, read_prefixes
 from workers.layers.attention import AttentionWork, Expand
 from workers.memory.page_pool import PagePool
+from workers.parallel.collectives import Communicator
 
 
 class OwnedRows:
@@ -192,21 +193,23 @@ class PassQContext(StepContext):
         if of_index is not None:
             rows = of_index.wait()[self._inverse]
             every_index = IndexQueries(rows[..., :-1], rows[..., -1])
-        selected = self.selected(self._selectable, every_index, parts[-1], top_k, partial(self._are_best, top_k))
+        selected = self.selected(self._selectable, every_index, parts[-1], top_k)
         found = self._selectable.attend(every_query, parts[0], selected, params)
         yield from HomewardPartials(exchange.group, found, self._homes).wait()
 
     @cached_property
     def _selectable(self) -> SelectableKeys:
         batch = self.batch
-        return SelectableKeys(self.backend, self._everything, batch.pages[0].tables, batch.share_of(batch.cp_rank))
+        share, agree = batch.share_of(batch.cp_rank), partial(_are_best, self.exchange.group)
+        return SelectableKeys(self.backend, self._everything, batch.pages[0].tables, share, agree)
 
-    def _are_best(self, top_k: int, own: Chosen) -> Tensor:
-        """Return which of this rank's best keys are among the best of all ranks. All ranks call this together."""
-        num_queries, num_own = own.scores.shape
-        scores = own.scores.new_full((num_queries, top_k), -torch.inf)
-        positions = own.keys.new_full((num_queries, top_k), NO_KEY)
-        scores[:, :num_own], positions[:, :num_own] = own
-        gathered = (gather_rows(self.exchange.group, rows, num_queries) for rows in (scores, positions))
-        everyone = (rows.view(-1, num_queries, top_k).transpose(0, 1).flatten(1) for rows in gathered)
-        return are_among_best(own, Chosen(*everyone), top_k)
+
+def _are_best(group: Communicator, own: Chosen, top_k: int) -> Tensor:
+    """Return which of this rank's best keys are among the best of all ranks. All ranks call this together."""
+    num_queries, num_own = own.scores.shape
+    scores = own.scores.new_full((num_queries, top_k), -torch.inf)
+    positions = own.keys.new_full((num_queries, top_k), NO_KEY)
+    scores[:, :num_own], positions[:, :num_own] = own
+    gathered = (gather_rows(group, rows, num_queries) for rows in (scores, positions))
+    everyone = (rows.view(-1, num_queries, top_k).transpose(0, 1).flatten(1) for rows in gathered)
+    return are_among_best(own, Chosen(*everyone), top_k)

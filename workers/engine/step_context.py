@@ -16,7 +16,7 @@ from workers.context_parallel.cost_model import attended_pairs
 from workers.context_parallel.exchange import Ring, RowGather, gather_rows
 from workers.device import device_of
 from workers.engine.batch import StepBatch
-from workers.engine.selected_keys import Agree, SelectableKeys
+from workers.engine.selected_keys import SelectableKeys
 from workers.engine.step_keys import PrefixKeys, RowKeys
 from workers.layers.attention import AttentionContext, AttentionWork, Expand
 from workers.memory.page_pool import PagePool
@@ -123,11 +123,10 @@ class StepContext(AttentionContext, ABC):
         index: IndexQueries | None,
         index_pages: Tensor,
         top_k: int,
-        agree: Agree | None = None,
     ) -> Tensor:
         """Return what ``keys.select`` returns, or the previous selection if ``index`` is None."""
         if index is not None:
-            self.selection = keys.select(index, index_pages, top_k, agree)
+            self.selection = keys.select(index, index_pages, top_k)
         assert self.selection is not None, "a layer before has an indexer"
         return self.selection
 

@@ -14,7 +14,7 @@ from workers.attention.merge import Partial, empty_partial
 from workers.attention.native_backend import NativeAttention
 from workers.attention.registry import choose_backend
 from workers.attention.runs import Run
-from workers.attention.selection import IndexQueries
+from workers.attention.selection import IndexQueries, QueryRun
 from workers.attention.torch_backend import TorchAttention
 from workers.device import CPU
 
@@ -72,18 +72,16 @@ def test_the_faster_one_is_used(timed: Callable[[float, float], Timed]) -> None:
 
 def test_the_preferred_one_makes_selections(timed: Callable[[float, float], Timed]) -> None:
     preferred, fast = timed(0.002, 0.02), timed(0.001, 0.01)
-    preferred.queries_at_once = 7
     _, backend, _ = find(preferred, fast)
-    assert backend.queries_at_once == 7
     keys, table, query = torch.randn(2, 1, 4, 3), torch.tensor([1, 0]), torch.randn(2, 3, 3)
-    asked = IndexQueries(query, torch.randn(2, 3)), keys, table, np.array([3, 8]), 2
-    found, expected = backend.best_keys(*asked), preferred.best_keys(*asked)
-    assert torch.equal(found.keys, expected.keys)
-    attended, wanted = empty_partial(query, 2), empty_partial(query, 2)
-    for each, out in ((backend, attended), (preferred, wanted)):
-        each.attend_selected(query, keys, table, found.keys.int(), 1.0, out)
-    assert torch.equal(attended.out, wanted.out)
-    assert wanted.out.any()
+    index, rows = IndexQueries(query, torch.randn(2, 3)), slice(0, 2)
+    runs, params = [QueryRun(rows, table, np.array([3, 8]))], AttentionParams(1.0, value_dim=2)
+    step, expected = (each.prepare_selection(runs) for each in (backend, preferred))
+    selected = step.best_keys(index, keys, rows, 2).keys
+    assert torch.equal(selected, expected.best_keys(index, keys, rows, 2).keys)
+    attended, wanted = (each.attend(query, keys, selected.int(), params).out for each in (step, expected))
+    assert torch.equal(attended, wanted)
+    assert wanted.any()
 
 
 def test_noise_does_not_decide(timed: Callable[[float, float], Timed]) -> None:

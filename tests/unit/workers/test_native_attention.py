@@ -24,7 +24,7 @@ from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial
 from workers.attention.native_backend import NativeAttention
 from workers.attention.runs import Run
-from workers.attention.selection import IndexQueries
+from workers.attention.selection import IndexQueries, QueryRun
 from workers.native.compile import Compiler, find_compiler, runnable_kinds
 
 pytestmark = pytest.mark.native
@@ -192,8 +192,8 @@ def test_the_best_keys_are_those_of_the_reference(
 def test_keys_whose_scores_are_not_numbers_are_the_worst(native: AttentionBackend, dtype: torch.dtype) -> None:
     keys = torch.ones(4, 1, 16, 8, dtype=dtype)
     keys[0, 0, 3], keys[2, 0, 5] = torch.nan, torch.inf
-    given = IndexQueries(torch.ones(1, 2, 8, dtype=dtype), torch.ones(1, 2)), keys, torch.arange(4), np.array([64]), 63
-    found = native.best_keys(*given)
+    index, rows = IndexQueries(torch.ones(1, 2, 8, dtype=dtype), torch.ones(1, 2)), slice(0, 1)
+    found = native.prepare_selection([QueryRun(rows, torch.arange(4), np.array([64]))]).best_keys(index, keys, rows, 63)
     assert found.keys[0].tolist() == [key for key in range(64) if key != 3]
     assert found.scores.isfinite().all()
     assert found.scores[0].argmax() == 36

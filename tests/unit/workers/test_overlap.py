@@ -14,8 +14,8 @@ from tests.fakes.thread_group import CompletedWork
 from workers.attention.interface import AttentionBackend, AttentionParams, GraphShape, RowAttention, StepAttention
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
-from workers.attention.selection import TorchSelection
 from workers.attention.torch_backend import TorchAttention
+from workers.attention.torch_selection import TorchSelection
 from workers.device import CPU
 from workers.engine.attention_context import make_context
 from workers.engine.batch import build_step_batch

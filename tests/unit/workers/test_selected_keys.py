@@ -16,7 +16,7 @@ from tests.fakes.attention_oracle import HEAD_DIM, check_scenario
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.selection_oracle import SelectedRun, SelectedScenario
 from tests.fakes.thread_group import on_thread_ranks
-from workers.attention import selection
+from workers.attention import torch_selection
 from workers.attention.runs import Run
 from workers.attention.selection import (
     NO_KEY,
@@ -62,8 +62,8 @@ def test_every_context_attends_to_the_keys_that_a_sort_selects(
     scenario: SelectedScenario, in_background: bool, most: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "MOST_SCORED", most)
-        patch.setattr(selection, "MOST_SELECTED", most)
+        patch.setattr(torch_selection, "MOST_SCORED", most)
+        patch.setattr(torch_selection, "MOST_SELECTED", most)
         results = on_thread_ranks(
             scenario.cp, lambda group: SelectedRun(scenario, group).run(), in_background=in_background
         )
@@ -144,7 +144,7 @@ def test_shares_cover_all_tokens_once(owners: int, base: int, page_size: int, nu
         held = [t for t in range(num_tokens) if (base + t // page_size) % owners == owner]
         counts = share.num_held(0, np.arange(num_tokens + 1))
         assert counts.tolist() == [sum(t < count for t in held) for count in range(num_tokens + 1)]
-        assert share.positions(0, torch.arange(len(held))).tolist() == held
+        assert share.positions(share.firsts[0], torch.arange(len(held))).tolist() == held
         every += held
     assert sorted(every) == list(range(num_tokens))
 
@@ -157,8 +157,8 @@ def test_memory_does_not_grow_with_the_context(monkeypatch: pytest.MonkeyPatch) 
         sizes.append(index.weights.numel() * len(keys))
         return index_scores(index, keys)
 
-    monkeypatch.setattr(selection, "MOST_SCORED", most)
-    monkeypatch.setattr(selection, "index_scores", counted)
+    monkeypatch.setattr(torch_selection, "MOST_SCORED", most)
+    monkeypatch.setattr(torch_selection, "index_scores", counted)
     num_keys, page_size = 1000, 8
     keys = torch.randn(num_keys // page_size, 1, page_size, 4)
     selectable = SelectableKeys(

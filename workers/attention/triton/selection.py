@@ -1,5 +1,7 @@
 """Keys with the best scores, and attention to them, on a GPU."""
 
+from collections.abc import Sequence
+from functools import cached_property
 from math import gcd
 
 import numpy as np
@@ -7,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.attention.interface import AttentionParams
 from workers.attention.limits import MOST_SCORED, MOST_SELECTED
-from workers.attention.merge import Partial
-from workers.attention.selection import Chosen, IndexQueries
+from workers.attention.merge import Partial, unwritten_partial
+from workers.attention.selection import Chosen, IndexQueries, QueryRun
 from workers.attention.triton.tiling import fair_share, piece_lens
 from workers.device import Device, device_of
 from workers.kernels.attention import attend, blocks_for
@@ -17,50 +20,93 @@ from workers.kernels.partials import unwritten_parts
 from workers.kernels.selection import VisibleKeys, choose, locate, score_run, score_tokens
 
 _FEW_QUERIES = 4
-"""Maximum number of queries that are faster with a program for each, as in decode."""
+"""Maximum number of queries of a run that are faster with programs for each, as in decode."""
+_QUERIES_AT_ONCE = 128
 
 
 class TritonSelection:
     """Selection with the kernels of workers.kernels.selection."""
 
-    queries_at_once = 128
+    def prepare_selection(self, runs: Sequence[QueryRun], most_queries: int | None = None) -> "SelectionStep":
+        """See ``AttentionBackend``."""
+        return SelectionStep([run for run in runs if len(run.num_visible)], most_queries or _QUERIES_AT_ONCE)
 
-    def best_keys(
-        self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
-    ) -> Chosen:
-        """See ``AttentionBackend``. Scores exist for a tile of keys at a time, of which the best are kept."""
-        num_queries, device = len(index.q), device_of(keys)
-        num_keys = device.put(torch.from_numpy(num_visible.astype(np.int32)))
-        visible = VisibleKeys(keys, table, torch.zeros_like(num_keys), num_keys)
-        q, weights = index.q.to(keys.dtype), index.weights.contiguous()
-        score = score_tokens if num_queries <= _FEW_QUERIES else score_run
-        best, numbers = (index.weights.new_empty(num_queries, 0, dtype=kind) for kind in (torch.float32, torch.int32))
-        most = int(num_visible[-1])
-        for begin in range(0, most, MOST_SCORED // num_queries):
-            end, num_best = min(begin + MOST_SCORED // num_queries, most), best.shape[1]
-            scores = best.new_empty(num_queries, num_best + end - begin)
+
+class SelectionStep:
+    """Selection for many requests at a time, if they have few queries each. See ``StepSelection``."""
+
+    def __init__(self, runs: Sequence[QueryRun], most_queries: int) -> None:
+        self._counts = [len(run.num_visible) for run in runs]
+        self._num_visible = np.concatenate([np.zeros(0, np.int64), *(run.num_visible for run in runs)])
+        self.batches: Sequence[slice] = batches_of(self._counts, most_queries)
+        self._tables = [run.table for run in runs]
+        self._attentions: dict[int, SelectedAttention] = {}
+        """Attention by number of queries."""
+
+    @cached_property
+    def _visible(self) -> VisibleKeys:
+        """Tables of all requests, and what each query sees, on the device. The keys are those of no layer yet."""
+        tables = torch.cat(self._tables)
+        first_pages = np.cumsum([0, *map(len, self._tables)])[:-1]
+        of_queries = np.stack((np.repeat(first_pages, self._counts), self._num_visible)).astype(np.int32)
+        return VisibleKeys(tables, tables, *device_of(tables).put(torch.from_numpy(of_queries)))
+
+    def _seen_by(self, rows: slice, keys: Tensor) -> VisibleKeys:
+        visible = self._visible
+        return VisibleKeys(keys, visible.tables, visible.first_pages[rows], visible.num_keys[rows])
+
+    def best_keys(self, index: IndexQueries, keys: Tensor, batch: slice, top_k: int) -> Chosen:
+        """See ``StepSelection``. Scores exist for a tile of keys at a time, of which the best are kept."""
+        visible, (q, weights) = self._seen_by(batch, keys), index.rows(batch)
+        q, weights = q.to(keys.dtype), weights.contiguous()
+        score = score_tokens if self._is_of_few(batch) else score_run
+        best, numbers = (weights.new_empty(len(q), 0, dtype=kind) for kind in (torch.float32, torch.int32))
+        most = int(self._num_visible[batch].max())
+        for begin in range(0, most, MOST_SCORED // len(q)):
+            end, num_best = min(begin + MOST_SCORED // len(q), most), best.shape[1]
+            scores = best.new_empty(len(q), num_best + end - begin)
             scores[:, :num_best] = best
             score(q, weights, visible, scores[:, num_best:], begin)
-            counts = (num_keys - begin).clamp_(0, end - begin).add_(num_best)
+            counts = (visible.num_keys - begin).clamp_(0, end - begin).add_(num_best)
             named = None
             if num_best:
                 tile = torch.arange(begin, end, dtype=torch.int32, device=keys.device)
-                named = torch.cat((numbers, tile.expand(num_queries, -1)), dim=1)
+                named = torch.cat((numbers, tile.expand(len(q), -1)), dim=1)
             best, numbers = choose(scores, counts, min(top_k, end), named)
         return Chosen(best, numbers.long())
 
-    def attend_selected(
-        self, query: Tensor, keys: Tensor, table: Tensor, selected: Tensor, scale: float, out: Partial
-    ) -> None:
-        """See ``AttentionBackend``."""
+    def _is_of_few(self, batch: slice) -> bool:
+        ends = np.cumsum(self._counts)
+        return self._counts[int(np.searchsorted(ends, batch.start, side="right"))] <= _FEW_QUERIES
+
+    def attend(self, query: Tensor, keys: Tensor, selected: Tensor, params: AttentionParams) -> Partial:
+        """See ``StepSelection``."""
+        assert params.value_dim is not None, "values must be part of their keys"
+        result = unwritten_partial(query, params.value_dim)
         step = max(MOST_SELECTED // selected.shape[1], 1)
         for first in range(0, len(query), step):
             rows = slice(first, first + step)
-            part, mine = query[rows], selected[rows]
-            first_pages = torch.zeros(len(part), dtype=torch.int32, device=keys.device)
-            visible = VisibleKeys(keys, table, first_pages, first_pages)
-            attention = SelectedAttention(part, mine.shape[1], out.out.shape[-1], device_of(keys))
-            attention.attend(part, visible, mine, scale, Partial(*(x[rows] for x in out)))
+            part, out = query[rows], Partial(*(x[rows] for x in result))
+            attention = self._attentions.get(len(part))
+            if attention is None:
+                attention = SelectedAttention(part, selected.shape[1], params.value_dim, device_of(part))
+                self._attentions[len(part)] = attention
+            attention.attend(part, self._seen_by(rows, keys), selected[rows], params.scale, out)
+        return result
+
+
+def batches_of(counts: Sequence[int], most_queries: int) -> list[slice]:
+    """Divide queries into batches of one run each, or of several runs with few queries, given each run's queries."""
+    batches: list[slice] = []
+    begin, is_open = 0, False
+    for count in counts:
+        end, is_few = begin + count, count <= _FEW_QUERIES
+        if is_few and is_open and end - batches[-1].start <= most_queries:
+            batches[-1] = slice(batches[-1].start, end)
+        else:
+            batches += [slice(first, min(first + most_queries, end)) for first in range(begin, end, most_queries)]
+        begin, is_open = end, is_few
+    return batches
 
 
 class SelectedAttention:

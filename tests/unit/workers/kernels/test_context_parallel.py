@@ -18,6 +18,7 @@ from workers.attention.merge import Partial
 from workers.attention.runs import Run
 from workers.attention.selection import Chosen
 from workers.attention.triton.backend import TritonAttention
+from workers.attention.triton.selection import SelectionStep
 
 _alone = threading.Lock()
 """Lock for the interpreter, which runs one kernel at a time."""
@@ -36,13 +37,8 @@ CASES = all_pairs(
 class OneAtATime(TritonAttention):
     """Triton backend for ranks that are threads."""
 
-    def best_keys(self, *args: Any) -> Chosen:
-        with _alone:
-            return super().best_keys(*args)
-
-    def attend_selected(self, *args: Any) -> None:
-        with _alone:
-            super().attend_selected(*args)
+    def prepare_selection(self, *args: Any) -> SelectionStep:
+        return _LockedSelection(super().prepare_selection(*args))  # type: ignore[return-value]
 
     def prepare(
         self,
@@ -55,6 +51,21 @@ class OneAtATime(TritonAttention):
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> "_Locked":
         return _Locked(super().prepare_rows(query_runs, key_runs))
+
+
+class _LockedSelection:
+    def __init__(self, step: Any) -> None:
+        self._step, self.batches = step, step.batches
+
+    def best_keys(self, *args: Any) -> Chosen:
+        with _alone:
+            found: Chosen = self._step.best_keys(*args)
+        return found
+
+    def attend(self, *args: Any) -> Partial:
+        with _alone:
+            found: Partial = self._step.attend(*args)
+        return found
 
 
 class _Locked:
