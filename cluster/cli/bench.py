@@ -15,7 +15,7 @@ from cluster.spec.config import Device
 from cluster.spec.errors import UserError
 from cluster.spec.ranks import MOST_RANKS
 from cluster.spec.strategy import Collectives, CpMode, ShardLinear, StrategySetting
-from workers.bench.shapes import LATENT, SHAPES
+from workers.bench.shapes import LATENT, LATENT_SHAPES, SHAPES
 
 T = TypeVar("T")
 
@@ -95,13 +95,13 @@ def engine(
 
 def kernels(
     models: Annotated[
-        str, typer.Option(help=f"Model shapes, separated by commas: {', '.join(SHAPES)}.")
-    ] = "Llama-3-8B,Qwen3-0.6B",
+        str, typer.Option(help=f"Model shapes, separated by commas: {', '.join([*SHAPES, *LATENT_SHAPES])}.")
+    ] = "Llama-3-8B,Qwen3-0.6B,DeepSeek-V3.2",
     as_json: Json = False,
 ) -> None:
     """Benchmark kernels on this machine's first GPU, and compare them with its measured bandwidth and matmul rate."""
     names = models.split(",")
-    _check_models("--models", names)
+    _check_models("--models", names, [*SHAPES, *LATENT_SHAPES])
     with _bench_worker("workers.bench.kernels:KernelBench") as ask:
         ask("make")
         print_results("device", [ask("limits")], as_json=as_json)

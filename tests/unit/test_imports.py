@@ -17,6 +17,7 @@ ON_GPUS = (
     "workers.kernels.",
     "workers.bench.kernels",
     "workers.bench.fp8_kernels",
+    "workers.bench.latent_kernels",
     "workers.attention.triton.",
     "workers.attention.flash_attn",
 )

@@ -1,4 +1,4 @@
-"""Case of `baton bench kernels`, and data for it."""
+"""Case of `baton bench kernels`, its sizes, and data for it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from workers.bench.results import Limit
 NUM_EXPERTS = 8
 """Number of experts. Each is as wide as the shape's MLP, and all get the same number of tokens."""
 DTYPE = torch.bfloat16
+PAGE_SIZE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,21 @@ class KernelCase:
     run: Launch
     peers: Mapping[str, Launch] = field(default_factory=dict)
     """Other implementations by name: torch, flash_attn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    prompt_len: int = 8192
+    prefix_len: int = 30_720
+    chunk_len: int = 2048
+    decode_rows: int = 16
+    decode_len: int = 32_768
+    decode_kv_bytes: int = 2 << 30
+    """KV bytes of a batch of requests with ``decode_len`` tokens each."""
+    long_len: int = 131_072
+    """Length of a request that is decoded alone and in a batch with short requests."""
+    short_len: int = 2000
+    num_short: int = 63
 
 
 def random(device: torch.device, *shape: int) -> Tensor:

@@ -1,7 +1,6 @@
 """`baton bench kernels`: times of GPU kernels at the shapes of a model, compared with the limits of the device."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -17,31 +16,16 @@ from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.bench.device_limits import GpuTimer, Launch, gpu_limits
 from workers.bench.fp8_kernels import fp8_cases
-from workers.bench.kernel_case import DTYPE, NUM_EXPERTS, KernelCase, random, rows_by_expert
+from workers.bench.kernel_case import DTYPE, NUM_EXPERTS, PAGE_SIZE, KernelCase, Sizes, random, rows_by_expert
+from workers.bench.latent_kernels import latent_cases
 from workers.bench.results import DeviceLimits, KernelResult, Limit
-from workers.bench.shapes import SHAPES, BenchShape
+from workers.bench.shapes import LATENT_SHAPES, SHAPES, BenchShape
 from workers.device import open_device
 from workers.kernels.experts import grouped_matmul, tiles_of
 from workers.memory.page_pool import PagePool
 
-PAGE_SIZE = 64
 _Batch = Sequence[tuple[int, int]]
 """Pairs of a number of requests and the length of each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    prompt_len: int = 8192
-    prefix_len: int = 30_720
-    chunk_len: int = 2048
-    decode_rows: int = 16
-    decode_len: int = 32_768
-    decode_kv_bytes: int = 2 << 30
-    """KV bytes of a batch of requests with ``decode_len`` tokens each."""
-    long_len: int = 131_072
-    """Length of a request that is decoded alone and in a batch with short requests."""
-    short_len: int = 2000
-    num_short: int = 63
 
 
 class KernelBench:
@@ -59,13 +43,18 @@ class KernelBench:
         return self._limits
 
     def measure(self, model: str) -> list[KernelResult]:
-        shape, sizes = SHAPES[model], Sizes()
-        cases = kernel_cases(shape, sizes, self._device)
-        if self._has_fp8:
-            few, many = sizes.decode_rows, sizes.prompt_len
-            cases = chain(cases, fp8_cases(shape, self._device, few_rows=few, many_rows=many))
         with torch.inference_mode():
-            return [self._result(model, case) for case in cases]
+            return [self._result(model, case) for case in self._cases(model)]
+
+    def _cases(self, model: str) -> Iterator[KernelCase]:
+        sizes = Sizes()
+        if model in LATENT_SHAPES:
+            return latent_cases(LATENT_SHAPES[model], sizes, self._device)
+        shape = SHAPES[model]
+        cases = kernel_cases(shape, sizes, self._device)
+        if not self._has_fp8:
+            return cases
+        return chain(cases, fp8_cases(shape, self._device, few_rows=sizes.decode_rows, many_rows=sizes.prompt_len))
 
     def _result(self, model: str, case: KernelCase) -> KernelResult:
         seconds, *others = self._timer.medians([case.run, *case.peers.values()])

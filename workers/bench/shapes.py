@@ -98,6 +98,36 @@ LATENT: Mapping[str, Mapping[str, Any]] = {"small-latent": _LATENT, "small-spars
 """Fields of config.json of models with latent attention, dense or to selected keys, as wide as ``small``."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Latent attention with an indexer, on one rank."""
+
+    heads: int
+    plain_dim: int = 128
+    rope_dim: int = 64
+    value_dim: int = 128
+    kv_rank: int = 512
+    index_heads: int = 64
+    index_dim: int = 128
+    top_k: int = 2048
+
+    @property
+    def stored_dim(self) -> int:
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def pair_flops(self) -> int:
+        """Return the FLOPs of a query and a key as stored."""
+        return 2 * self.heads * (self.stored_dim + self.kv_rank)
+
+
+LATENT_SHAPES: Mapping[str, LatentShape] = {
+    "DeepSeek-V3.2": LatentShape(heads=128),
+    "DeepSeek-V3.2-tp8": LatentShape(heads=16),
+}
+"""Shapes of attention by name, of DeepSeek-V3.2 with all heads on a rank, and with an eighth of them."""
+
+
 def config_json(name: str, max_len: int) -> dict[str, Any]:
     """Return the config.json of a model of ``SHAPES`` or ``LATENT``."""
     if name in LATENT:

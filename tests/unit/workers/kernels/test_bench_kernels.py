@@ -1,5 +1,6 @@
 """Cases of `baton bench kernels`: each one runs, and its minimum work is right."""
 
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,11 @@ import torch
 
 from workers.bench import kernels
 from workers.bench.fp8_kernels import fp8_cases
-from workers.bench.kernel_case import KernelCase
-from workers.bench.kernels import KernelBench, Sizes, kernel_cases
+from workers.bench.kernel_case import KernelCase, Sizes
+from workers.bench.kernels import KernelBench, kernel_cases
+from workers.bench.latent_kernels import latent_cases
 from workers.bench.results import DeviceLimits, Limit
-from workers.bench.shapes import BenchShape
+from workers.bench.shapes import BenchShape, LatentShape
 
 CPU = torch.device("cpu")
 SHAPE = BenchShape(family="llama", layers=1, heads=4, kv_heads=2, head_dim=16, hidden=32, inner=48, vocab=300)
@@ -48,6 +50,32 @@ def test_every_case_runs() -> None:
         "FP8 product of 3": (Limit.BYTES, 32 * 48 + 4 * 48),
         "FP8 product of 70": (Limit.FP8_FLOPS, 2 * 70 * 32 * 48),
         "8 experts in FP8": (Limit.FP8_FLOPS, 2 * 70 * 32 * 48),
+    }
+
+
+def test_every_case_with_latents_runs() -> None:
+    torch.manual_seed(0)
+    shape = LatentShape(
+        heads=4, plain_dim=16, rope_dim=8, value_dim=16, kv_rank=32, index_heads=3, index_dim=20, top_k=30
+    )
+    sizes = replace(SIZES, decode_kv_bytes=130 * 40 * 2 * 3)
+    works = {}
+    for case in latent_cases(shape, sizes, CPU):
+        case.run()
+        works[case.kernel] = (case.limit, case.work)
+        for peer in case.peers.values():
+            peer()
+    pair = 2 * 4 * (40 + 32)
+    assert works == {
+        "expanded prefill 70": (Limit.FLOPS, 2 * 4 * (24 + 16) * 70 * 71 / 2),
+        "stored prefill 10 after 100": (Limit.FLOPS, pair * (10 * 100 + 10 * 11 / 2)),
+        "decode 3 x 130": (Limit.BYTES, 3 * 130 * 40 * 2),
+        "decode 1 x 600": (Limit.BYTES, 600 * 40 * 2),
+        "scores of 128 x 600": (Limit.FLOPS, 2 * 3 * 20 * 128 * 600),
+        "scores in decode 3 x 130": (Limit.BYTES, 3 * 130 * 20 * 2),
+        "best of 128 x 600": (Limit.BYTES, 4 * 128 * 600),
+        "30 selected keys of 10": (Limit.FLOPS, pair * 10 * 30),
+        "30 selected keys of 3": (Limit.BYTES, 3 * 30 * 40 * 2),
     }
 
 
