@@ -20,6 +20,7 @@ from workers.kernels.experts import choose_experts, expert_rows, grouped_matmul,
 from workers.kernels.fp8 import fp8_matmul, grouped_fp8_matmul
 from workers.kernels.partials import merge_partials
 from workers.kernels.sampling import find_cutoffs, win_race
+from workers.kernels.selection import VisibleKeys, choose, locate, score_run, score_tokens
 from workers.kernels.triton_elementwise import add_rms_norm, rms_norm, rotate, rotate_storing, store_kv, swiglu
 
 MANY = 1 << 16
@@ -77,6 +78,21 @@ def _selection(num_queries: int) -> Callable[[], object]:
         return step.attend(query, latents, best.keys.int(), AttentionParams(0.1, value_dim=512))
 
     return launch
+
+
+def _selections_any() -> None:
+    """Score, choose from and find any number of keys, of some of a step's queries."""
+    first_pages = num_keys = torch.zeros(20, dtype=torch.int32)
+    for first, count, width in ((0, 16, 4096), (1, 1, 99), (3, 17, 5001)):
+        rows = slice(first, first + count)
+        visible = VisibleKeys(_bf16(9, 1, 64, 128), torch.arange(9), first_pages[rows], num_keys[rows])
+        scores = torch.zeros(count, width + 32)[:, 32:]
+        for score in (score_run, score_tokens):
+            score(_bf16(count, 64, 128), torch.zeros(count, 64), visible, scores, first)
+        choose(scores, num_keys[rows], min(2048, width))
+        for num_parts, part_len in ((1, 2048), (3, 700)):
+            places, segments = torch.zeros(count, 2048, dtype=torch.int64), torch.zeros(count * num_parts, 6)
+            locate(places.int(), visible, 64, places, segments.int(), part_len)
 
 
 def _bf16(*shape: int) -> torch.Tensor:
@@ -242,6 +258,7 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "FP8 experts": _fp8_experts,
     "draws": _draws,
     "draws of any number": _draws_any,
+    "selections of any size": _selections_any,
 }
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ _NUM_DIGITS = tl.constexpr(1 << 8)
 _SPAN = 1 << 14
 """Number of scores from which one program chooses the best, unless there are not many more than it chooses."""
 _CHOICE_BLOCK = 2048
+_LEAST_PART = 8
+"""Minimum number of selected keys in a part."""
 _TOKEN_PROGRAMS = 8 * 132
 """Number of programs for scores of tokens, which keep the loads of an H200 in flight."""
 
@@ -42,8 +44,7 @@ def score_run(q: Tensor, weights: Tensor, visible: VisibleKeys, scores: Tensor, 
     """
     assert q.stride(2) == weights.stride(1) == 1, f"strides {q.stride()} and {weights.stride()}"
     num_queries, num_heads, dim = q.shape
-    most = 32 if q.itemsize > 2 else 128
-    block_queries, block_keys = min(block_of(num_queries, 16), most), most
+    block_queries, block_keys = (32, 32) if q.itemsize > 2 else (64, 128)
     keys = visible.keys
     _score_run_kernel[(triton.cdiv(scores.shape[1], block_keys), triton.cdiv(num_queries, block_queries))](
         *(q, weights, keys, visible.tables, visible.first_pages, visible.num_keys, scores),
@@ -55,12 +56,15 @@ def score_run(q: Tensor, weights: Tensor, visible: VisibleKeys, scores: Tensor, 
         BLOCK_KEYS=block_keys,
         BLOCK_DIM=block_of(dim, 16),
         OPERAND=operand_type(q.dtype),
-        num_warps=8,
-        num_stages=2,
+        num_warps=4,
+        num_stages=3,
     )
 
 
-@triton.jit(do_not_specialize=["num_queries", "begin", "end"])
+@triton.jit(
+    do_not_specialize=["score_stride", "num_queries", "begin", "end"],
+    do_not_specialize_on_alignment=["first_pages", "num_keys", "scores"],
+)
 def _score_run_kernel(
     q, weights, keys, tables, first_pages, num_keys, scores,
     query_stride, head_stride, weight_stride, page_stride, slot_stride, score_stride,
@@ -111,7 +115,10 @@ def score_tokens(q: Tensor, weights: Tensor, visible: VisibleKeys, scores: Tenso
     )
 
 
-@triton.jit(do_not_specialize=["begin", "end"])
+@triton.jit(
+    do_not_specialize=["score_stride", "begin", "end"],
+    do_not_specialize_on_alignment=["first_pages", "num_keys", "scores"],
+)
 def _score_tokens_kernel(
     q, weights, keys, tables, first_pages, num_keys, scores,
     query_stride, head_stride, weight_stride, page_stride, slot_stride, score_stride, begin, end,
@@ -171,9 +178,8 @@ def choose(scores: Tensor, counts: Tensor, top_k: int, numbers: Tensor | None = 
     chosen = torch.empty(best.shape, dtype=torch.int32, device=scores.device)
     if num_rows:
         _choose_kernel[(num_parts, num_rows)](
-            *(scores, numbers, counts, best, chosen, scores.stride(0), best.stride(0), span),
-            TOP_K=top_k,
-            BLOCK=min(_CHOICE_BLOCK, block_of(width, 16)),
+            *(scores, numbers, counts, best, chosen, scores.stride(0), best.stride(0), span, top_k),
+            BLOCK=_CHOICE_BLOCK,
             num_warps=8,
         )
     if num_parts == 1:
@@ -181,17 +187,20 @@ def choose(scores: Tensor, counts: Tensor, top_k: int, numbers: Tensor | None = 
     return choose(best, torch.full_like(counts, best.shape[1]), top_k, chosen)
 
 
-@triton.jit(do_not_specialize=["span"])
+@triton.jit(
+    do_not_specialize=["score_stride", "best_stride", "span", "top_k"],
+    do_not_specialize_on_alignment=["scores", "counts"],
+)
 def _choose_kernel(
-    scores, numbers, counts, best, chosen, score_stride, best_stride, span, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    scores, numbers, counts, best, chosen, score_stride, best_stride, span, top_k, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Find the last chosen score, digit by digit, then copy all better ones and the first equal ones."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.minimum(tl.maximum(tl.load(counts + row) - part * span, 0), span)
     scores += row * score_stride + part * span
-    best += row * best_stride + part * TOP_K
-    chosen += row * best_stride + part * TOP_K
-    num_chosen = tl.minimum(count, TOP_K)
+    best += row * best_stride + part * top_k
+    chosen += row * best_stride + part * top_k
+    num_chosen = tl.minimum(count, top_k)
     last, num_left = _last_chosen(scores, count, num_chosen, BLOCK)
 
     num_stored, num_tied = 0, 0
@@ -210,10 +219,10 @@ def _choose_kernel(
         tl.store(chosen + targets, number, mask=is_chosen)
         num_stored += tl.sum(is_chosen.to(tl.int32), 0)
         num_tied += tl.sum(is_tied.to(tl.int32), 0)
-    for start in range(num_chosen, TOP_K, BLOCK):
+    for start in range(num_chosen, top_k, BLOCK):
         targets = start + tl.arange(0, BLOCK)
-        tl.store(best + targets, float("-inf"), mask=targets < TOP_K)
-        tl.store(chosen + targets, -1, mask=targets < TOP_K)
+        tl.store(best + targets, float("-inf"), mask=targets < top_k)
+        tl.store(chosen + targets, -1, mask=targets < top_k)
 
 
 @triton.jit
@@ -256,16 +265,17 @@ def locate(selected: Tensor, visible: VisibleKeys, unit: int, places: Tensor, se
     num_queries, num_keys = selected.shape
     if num_queries:
         num_parts, keys = len(segments) // num_queries, visible.keys
+        assert num_parts <= triton.cdiv(num_keys, _LEAST_PART), f"{num_parts} parts of {num_keys} keys"
         _locate_kernel[(num_queries,)](
             *(selected, visible.tables, visible.first_pages, places, segments),
             *(selected.stride(0), keys.stride(0) // unit, keys.stride(2) // unit, num_keys, num_parts, part_len),
             PAGE_SIZE=keys.shape[2],
             BLOCK=min(_CHOICE_BLOCK, block_of(num_keys)),
-            BLOCK_PARTS=block_of(num_parts),
+            BLOCK_PARTS=block_of(triton.cdiv(num_keys, _LEAST_PART)),
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "part_len"], do_not_specialize_on_alignment=["first_pages"])
 def _locate_kernel(
     selected, tables, first_pages, places, segments,
     selected_stride, page_units, slot_units, num_keys, num_parts, part_len,

@@ -22,7 +22,7 @@ ORDINARY = {
     "decode of one head",
     "decode of narrow heads",
 }
-ANY_SIZE = {"merges of any length", "draws of any number", "FP8 products of any length"}
+ANY_SIZE = {"merges of any length", "draws of any number", "FP8 products of any length", "selections of any size"}
 USUAL = ORDINARY | ANY_SIZE
 """Kernels compiled in one process, which most tests share."""
 MOST_SPILLED_BYTES = {
@@ -35,6 +35,7 @@ MOST_SPILLED_BYTES = {
     "decode of three wide heads each": 24,
     "selection in decode": 8,
     "selection in prefill": 8,
+    "selections of any size": 8,
 }
 """Kernels that may spill, with their limit in bytes. They save a few values before or during the loop over keys, which
 lets one more program run per multiprocessor, or because queries take all registers.
