@@ -2,22 +2,23 @@
 
 import random
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
 from cluster.spec.config import Device
-from tests.fakes.kv import kv_pool
 from tests.fakes.steps import Request, step_of
 from workers.attention.triton.backend import TritonAttention
 from workers.bench.engine import EngineBench
-from workers.bench.shapes import SHAPES
+from workers.bench.shapes import SHAPES, config_json
 from workers.device import GPU
 from workers.engine.decode_graphs import CaptureError, GraphCapture
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import random_model
+from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.models.registry import parse_model_config
 
@@ -36,9 +37,8 @@ T = TypeVar("T")
 
 
 def runner_of(model: DecoderModel, num_pages: int) -> ModelRunner:
-    config = model.config
-    shape = (config.attention.num_kv_heads, config.num_layers, 64, config.attention.head_dim, model.dtype)
-    pool = kv_pool(num_pages, *shape, device=model.device.torch_device)
+    geometry = model.config.kv_geometry("graphs", str(model.dtype).removeprefix("torch."), 64)
+    pool = PagePool.of_one_rank(geometry, num_pages, model.device.torch_device)
     return ModelRunner(model, pool, TritonAttention(), RankGroups())
 
 
@@ -66,19 +66,24 @@ def test_a_rehearsal_uses_and_frees_the_memory_of_graphs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "dtype", "tolerance"),
-    [({}, torch.bfloat16, 0.02), (EXPERTS, torch.float32, 1e-3)],
-    ids=["dense", "experts"],
+    ("shape", "dtype", "tolerance"),
+    [
+        (SHAPES["tiny"].config_json(), torch.bfloat16, 0.02),
+        ({**SHAPES["tiny"].config_json(), **EXPERTS}, torch.float32, 1e-3),
+        (config_json("small-latent", 4096), torch.bfloat16, 0.02),
+        (config_json("small-sparse", 4096), torch.bfloat16, 0.02),
+    ],
+    ids=["dense", "experts", "latents", "selected keys"],
 )
-def test_replayed_steps_are_the_usual_ones(more: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+def test_replayed_steps_are_the_usual_ones(shape: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
     """Batches grow and shrink, with requests of any length and pages in no order.
 
     In bf16, another choice of experts is equally good when two are nearly equal.
     """
-    shape = {**SHAPES["tiny"].config_json(), **more}
     model = random_model(parse_model_config(shape), dtype, GPU)
     runner = runner_of(model, 200)
-    runner._pool.group("full_attention").normal_()
+    for part in chain.from_iterable(map(runner._pool.layer_view, range(model.config.num_layers))):
+        part.normal_()
     runner.capture_decode(16, GraphCapture(torch.cuda.Stream(GPU.torch_device)))  # type: ignore[no-untyped-call]
     rng = random.Random(0)
     for count in (16, 1, 3, 11, 2):
