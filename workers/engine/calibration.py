@@ -21,7 +21,7 @@ from workers.device import Device
 from workers.engine.rank_groups import RankGroups
 from workers.layers.attention import AttentionContext, Expand
 from workers.memory.page_pool import PagePool
-from workers.models.decoder import DecoderModel
+from workers.models.decoder import DecoderModel, Residual
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, exchange_at_start
 
@@ -87,7 +87,7 @@ def _measure_linear(model: DecoderModel) -> tuple[float, float]:
     def layer_s(num_tokens: int) -> float:
         hidden = _hidden(model, num_tokens)
         rotation = model.rotary(torch.arange(num_tokens, device=model.device.torch_device), model.dtype)
-        return _least_s(model.device, lambda: layer(hidden, hidden, rotation, context, None))
+        return _least_s(model.device, lambda: layer(Residual(hidden, hidden), rotation, context, None))
 
     few_tokens, most_tokens = model.device.samples.tokens
     num_tokens, few_s = few_tokens, layer_s(few_tokens)

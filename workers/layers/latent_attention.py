@@ -112,13 +112,19 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
         q, index = self._queries(x, rotation, context)
-        if top_k := self._config.selected_keys(context.most_keys):
-            latents = context.attend_selected(self.layer, self.kv_b.absorb(q), self.shape.params, index, top_k)
-            attended = self.kv_b.values(latents)
-        elif self._expands(context.work):
+        top_k = self._config.selected_keys(context.most_keys)
+        if top_k is None and self._expands(context.work):
             attended = context.attend(self.layer, q, self._expanded_params, self.kv_b.expand)
         else:
-            attended = self.kv_b.values(context.attend(self.layer, self.kv_b.absorb(q), self.shape.params))
+            # Only one form of the queries exists during attention.
+            q = self.kv_b.absorb(q)
+            if top_k is None:
+                latents = context.attend(self.layer, q, self.shape.params)
+            else:
+                latents = context.attend_selected(self.layer, q, self.shape.params, index, top_k)
+            del q
+            attended = self.kv_b.values(latents)
+            del latents
         out: Tensor = self.out(attended.flatten(1), self._group.all_reduce)
         return out
 

@@ -18,6 +18,23 @@ from workers.parallel.collectives import Lens, ModelGroups
 from workers.quant.fp8_matrix import Fp8Matrix
 
 
+class Residual:
+    """Hidden states between two blocks: terms ``[rows, hidden_size]`` that the next norm adds.
+
+    Nothing else refers to the terms, so that they take no memory once their sum has replaced them.
+    """
+
+    def __init__(self, hidden: Tensor, added: Tensor | None = None) -> None:
+        """Create the terms. ``added`` is the output of the latest block. None if it is part of ``hidden``."""
+        self.hidden, self.added = hidden, added
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        """Add the terms, and return their normalized sum."""
+        self.hidden, normed = norm.of_sum(self.hidden, self.added)
+        self.added = None
+        return normed
+
+
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, groups: ModelGroups, projections: Projections) -> None:
         """Build the layer. ``layer`` is its index in the model. A stage's layers are built in order."""
@@ -38,15 +55,12 @@ class DecoderLayer(nn.Module):
             else GatedMLP(hidden_size, feed_forward.intermediate_size, groups, bias=feed_forward.bias)
         )
 
-    def forward(
-        self, hidden: Tensor, added: Tensor | None, rotation: Rotation, context: AttentionContext, lens: Lens
-    ) -> tuple[Tensor, Tensor]:
-        """Map two terms [num_tokens, hidden_size] to two terms [num_queries, hidden_size], which the next norm adds."""
-        hidden, normed = self.input_layernorm.of_sum(hidden, added)
-        attended = self.self_attn(normed, rotation, context)
-        hidden, normed = self.post_attention_layernorm.of_sum(take(hidden, context.query_rows), attended)
-        is_moe = isinstance(self.mlp, MoeBlock)
-        return hidden, self.mlp(normed, lens, context.counted) if is_moe else self.mlp(normed, lens)
+    def forward(self, residual: Residual, rotation: Rotation, context: AttentionContext, lens: Lens) -> None:
+        """Replace the terms [num_tokens, hidden_size] by terms [num_queries, hidden_size]."""
+        residual.added = self.self_attn(residual.normed(self.input_layernorm), rotation, context)
+        residual.hidden = take(residual.hidden, context.query_rows)
+        given = (lens, context.counted) if isinstance(self.mlp, MoeBlock) else (lens,)
+        residual.added = self.mlp(residual.normed(self.post_attention_layernorm), *given)
 
 
 class DecoderModel(nn.Module):
@@ -106,16 +120,16 @@ class DecoderModel(nn.Module):
             [num_tokens or num_queries, hidden_size], the same on every TP rank.
         """
         rotation = self.rotary(positions, self.dtype)
-        hidden = self.embed_tokens(token_ids) if hidden is None else hidden
-        added: Tensor | None = None
+        residual = Residual(self.embed_tokens(token_ids) if hidden is None else hidden)
         *before, final = self.layers.values()
         for layer in before:
-            hidden, added = layer(hidden, added, rotation, context, context.lens)
+            layer(residual, rotation, context, context.lens)
         if not self.is_last:
-            hidden, added = final(hidden, added, rotation, context, context.lens)
-            return hidden + added
-        _, normed = self.norm.of_sum(*final(hidden, added, rotation, context.last_layer, context.last_layer_lens))
-        return normed
+            final(residual, rotation, context, context.lens)
+            assert residual.added is not None, "a layer ends with a block"
+            return residual.hidden + residual.added
+        final(residual, rotation, context.last_layer, context.last_layer_lens)
+        return residual.normed(self.norm)
 
     def selected_keys(self, context: AttentionContext) -> int | None:
         """Return the number of keys that a query uses in this step; None if it uses all visible ones."""

@@ -10,7 +10,7 @@ from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.loading_rank import groups_of
 from workers.device import CPU
 from workers.engine.calibration import _hidden, _NoAttention, alone_flops
-from workers.models.decoder import DecoderModel
+from workers.models.decoder import DecoderModel, Residual
 from workers.models.registry import read_model_config
 
 NUM_TOKENS = 256
@@ -48,6 +48,6 @@ def test_a_rank_alone_is_credited_with_its_part(
         torch.nn.init.normal_(weights)
     layer, rotation = next(iter(model.layers.values())), model.rotary(torch.arange(NUM_TOKENS), torch.float32)
     with torch.inference_mode(), groups.alone(), FlopCounterMode(display=False) as counter:
-        layer(_hidden(model, NUM_TOKENS), None, rotation, _NoAttention(model.attention.value_dim), None)
+        layer(Residual(_hidden(model, NUM_TOKENS)), rotation, _NoAttention(model.attention.value_dim), None)
     credited = alone_flops(model)
     assert counter.get_total_flops() / NUM_TOKENS == pytest.approx(credited, rel=tolerance)
