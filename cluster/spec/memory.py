@@ -100,6 +100,8 @@ class HostMemory:
 
     weights: float
     """Weights on a CPU; 0 on a GPU."""
+    activations: float
+    """Activations of the largest step on a CPU; 0 on a GPU."""
     pages: float
     """Page pool, or the staging buffer for a GPU's pages."""
     cached: float
@@ -109,11 +111,12 @@ class HostMemory:
 
     @property
     def total(self) -> float:
-        return self.weights + self.pages + self.cached + self.in_transit
+        return self.weights + self.activations + self.pages + self.cached + self.in_transit
 
     def __str__(self) -> str:
         parts = {
             "for weights": self.weights,
+            "for activations": self.activations,
             "for pages": self.pages,
             "for cached pages": self.cached,
             "for data in transit to and from storage": self.in_transit,

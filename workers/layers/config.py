@@ -23,6 +23,21 @@ class MatrixShape(NamedTuple):
         return self.outputs * self.inputs
 
 
+class Activations(NamedTuple):
+    """Activations of a layer that exist at one time, besides hidden states."""
+
+    width: int = 0
+    """Elements per token, sharded over TP ranks."""
+    whole_width: int = 0
+    """Elements per token that every TP rank holds."""
+    wide_width: int = 0
+    """Elements per token of results in fp32, sharded over TP ranks. Each also exists in the model's dtype."""
+    size: int = 0
+    """Elements for any number of tokens, sharded over TP ranks."""
+    num_bytes: int = 0
+    """Bytes for any number of tokens, which every TP rank holds."""
+
+
 class AttentionCost(NamedTuple):
     """Sizes of one layer's attention, over all heads: matrix elements, elements per token, and FLOPs."""
 
@@ -36,20 +51,14 @@ class AttentionCost(NamedTuple):
     """Elements of a token's queries."""
     out_width: int
     """Elements of a token's attention output."""
-    width: int
-    """Elements of all activations of a token, as far as TP ranks share them."""
+    activations: tuple[Activations, ...]
+    """Activations at the times when most exist. Which of them are the largest depends on the step and the dtype."""
     pair_flops: int
     """FLOPs per (query, key) pair."""
     stored_pair_flops: int = 0
     """FLOPs per pair if keys that can be expanded are used as stored."""
     expand_flops: int = 0
     """FLOPs to expand one key. 0 if keys are used as stored."""
-    expanded_size: int = 0
-    """Elements of all expanded keys that exist at a time."""
-    whole_width: int = 0
-    """Elements of a token's activations that every TP rank holds."""
-    selection_bytes: int = 0
-    """Bytes of scores and selected rows that exist at a time. 0 if all visible keys are used."""
     top_k: int | None = None
     """Maximum number of keys per query. None if all visible keys are used."""
     index_flops: int = 0
@@ -102,7 +111,8 @@ class AttentionConfig:
             whole=0,
             query_width=self.q_size,
             out_width=self.q_size,
-            width=2 * (self.q_size + self.kv_size),
+            # Queries before and after their rotation, and keys and values before and after they are joined to rows.
+            activations=(Activations(width=2 * (self.q_size + 2 * self.kv_size)),),
             pair_flops=4 * self.q_size,
         )
 
@@ -201,8 +211,15 @@ class LatentAttentionConfig:
         return (low_rank,) if own is None else (low_rank, MatrixShape(own.query_size, self.query_rank))
 
     def cost(self, hidden_size: int) -> AttentionCost:
-        """Return the cost with expanded keys, and activations with stored keys, which are wider."""
+        """Return the cost with expanded keys, and the activations of either form."""
         query_width, out_width = self.num_heads * self.head_dim, self.num_heads * self.value_dim
+        # Partials of the last two tiles, and their sum.
+        expanded = Activations(
+            width=query_width + 2 * out_width,
+            wide_width=out_width,
+            whole_width=self.stored_dim,
+            size=MOST_EXPANDED * (self.expanded_size + query_width),
+        )
         cost = AttentionCost(
             sharded=(self.query_rank or hidden_size) * query_width
             + self.kv_rank * self.expanded_size
@@ -211,21 +228,30 @@ class LatentAttentionConfig:
             whole=sum(matrix.size for matrix in self.whole_matrices(hidden_size)),
             query_width=query_width,
             out_width=out_width,
-            width=query_width + out_width + self.num_heads * (self.stored_dim + 2 * self.kv_rank),
+            activations=(expanded, Activations(width=self._absorbing_width, whole_width=self.stored_dim)),
             pair_flops=2 * (query_width + out_width),
             stored_pair_flops=2 * self.num_heads * (self.stored_dim + self.kv_rank),
             expand_flops=2 * self.kv_rank * self.expanded_size,
-            expanded_size=MOST_EXPANDED * (self.expanded_size + query_width),
         )
         return cost if self.indexer is None else self._with_selection(cost, self.indexer, hidden_size)
+
+    @property
+    def _absorbing_width(self) -> int:
+        """Return the elements of a token's queries before, while and after they are mapped to stored keys."""
+        return self.num_heads * (self.head_dim + self.kv_rank + self.stored_dim)
 
     def _with_selection(self, cost: AttentionCost, indexer: IndexerConfig, hidden_size: int) -> AttentionCost:
         # Either an indexer's products, and its keys as stored and in fp32, or rows as stored and in fp32, and scores.
         most = max(MOST_SCORED, MOST_SELECTED, indexer.top_k * self.stored_dim)
+        own = 0 if self.shares_selection else indexer.query_size + indexer.head_dim + 2 * indexer.num_heads
+        row_width, query_width = self.stored_dim + own, self.num_heads * self.stored_dim
+        out_width = self.num_heads * self.kv_rank
+        absorbing = Activations(width=self._absorbing_width, whole_width=row_width)
+        attending = Activations(width=query_width, wide_width=out_width, whole_width=own, num_bytes=4 * 3 * most)
         cost = cost._replace(
-            query_width=self.num_heads * self.stored_dim,
-            out_width=self.num_heads * self.kv_rank,
-            selection_bytes=4 * 3 * most,
+            query_width=query_width,
+            out_width=out_width,
+            activations=(*cost.activations, absorbing, attending),
             top_k=indexer.top_k,
         )
         if self.shares_selection:
@@ -233,7 +259,6 @@ class LatentAttentionConfig:
         return cost._replace(
             kv=cost.kv + hidden_size * indexer.head_dim,
             whole=cost.whole + hidden_size * indexer.num_heads,
-            whole_width=indexer.query_size + indexer.head_dim + 2 * indexer.num_heads + 2 * indexer.top_k,
             index_flops=2 * indexer.num_heads * (indexer.head_dim + 1),
             index_row_bytes=4 * indexer.num_heads * (indexer.head_dim + 1),
         )

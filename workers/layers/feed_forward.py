@@ -128,9 +128,10 @@ class Experts(ShardedLayer):
             zip(torch.split(tokens, counts), torch.split(weights, counts), strict=True)
         ):
             if len(mine):
-                inner = gated(multiply(routed.hidden[mine], self.gate_up[expert]))
-                answer = multiply(inner, self.down[expert])
-                out.index_add_(0, mine, answer.float() * weight[:, None])
+                # In one expression, so that no intermediate result outlives its use.
+                answer = multiply(gated(multiply(routed.hidden[mine], self.gate_up[expert])), self.down[expert]).float()
+                out.index_add_(0, mine, answer.mul_(weight[:, None]))
+                del answer
         return out.to(routed.hidden.dtype)
 
     def _grouped(self, routed: RoutedTokens) -> Tensor:

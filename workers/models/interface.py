@@ -19,6 +19,7 @@ from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, KvPart, attention_
 from cluster.spec.linear_shards import LinearShards
 from workers.context_parallel.cost_model import ModelShape
 from workers.layers.config import (
+    Activations,
     AnyAttentionConfig,
     FeedForwardConfig,
     LatentAttentionConfig,
@@ -75,13 +76,8 @@ class LayerCost(NamedTuple):
     """Experts that one token uses."""
     experts_per_token: int
     """Number of experts that compute each token. 0 for a layer without experts."""
-    attention_width: int
-    expanded_size: int
-    """Elements of all expanded keys that exist at a time, sharded over TP ranks."""
-    whole_width: int
-    """Activations of the indexer, which every TP rank computes."""
-    selection_bytes: int
-    """Bytes of scores and selected rows that exist at a time."""
+    activations: tuple[Activations, ...]
+    """Activations of attention at the times when most exist."""
     index_flops: int
     """FLOPs per (query, key) pair to select keys."""
     dense_width: int
@@ -229,10 +225,7 @@ class DecoderConfig:
             experts=expert * moe.num_experts if moe else 0,
             routed=expert * per_token,
             experts_per_token=per_token,
-            attention_width=attention.width,
-            expanded_size=attention.expanded_size,
-            whole_width=attention.whole_width,
-            selection_bytes=attention.selection_bytes,
+            activations=attention.activations,
             index_flops=attention.index_flops,
             dense_width=3 * feed_forward.dense_size,
             routed_width=expert * per_token // hidden,
