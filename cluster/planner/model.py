@@ -34,7 +34,7 @@ def read_model(config: DeployConfig) -> ModelFacts | UnknownModel:
         ConfigError: ``model.path`` names a local folder that does not exist.
     """
     if config.model.path in recall_weights.BUILT_IN:
-        shape = recall_weights.config(has_experts=recall_weights.BUILT_IN[config.model.path])
+        shape = recall_weights.config(recall_weights.Variant(config.model.path))
         return _facts(config, parse_model_config(shape))
     folder = _find_folder(config.model.path)
     if folder is None:

@@ -68,7 +68,8 @@ class ModelConfig(Node):
     """The model to serve."""
 
     path: Text = "recall"
-    """Local folder in Hugging Face format, Hugging Face repository, or built-in model: `recall`, `recall-moe`."""
+    """Local folder in Hugging Face format, Hugging Face repository, or built-in model: `recall`, `recall-moe`,
+    `recall-latent`, `recall-sparse`."""
     served_name: Text | None = None
     """Name of the model for clients; by default the last part of its path."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

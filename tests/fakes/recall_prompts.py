@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from workers.models.recall import FIRST_BYTE_ID
-from workers.models.recall_weights import BEGIN_ID, VOCAB_SIZE
+from workers.models.recall_parts import BEGIN_ID, VOCAB_SIZE
 
 LINK_LEN = 6
 """Tokens of one link in a chain. No page may be shorter."""

@@ -13,7 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from cluster.spec.errors import UserError
 from workers.models import recall_weights
-from workers.models.recall_weights import BEGIN_ID, END_ID, MAX_LEN, VOCAB_SIZE
+from workers.models.recall_parts import BEGIN_ID, END_ID, MAX_LEN, VOCAB_SIZE
+from workers.models.recall_weights import Variant
 
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>")
 """Special tokens in the order of their ids, from 0."""
@@ -117,12 +118,12 @@ def _byte_symbols() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
 
 
-def build_recall_checkpoint(folder: Path, *, has_experts: bool = False) -> None:
+def build_recall_checkpoint(folder: Path, *, variant: Variant = Variant.DENSE) -> None:
     """Write a checkpoint to ``folder`` atomically, unless it already exists.
 
     Raises UserError if ``folder`` holds something else.
     """
-    built = _built_version(folder, has_experts)
+    built = _built_version(folder, variant)
     if built == VERSION:
         return
     if folder.exists() and built is None and (not folder.is_dir() or any(folder.iterdir())):
@@ -130,29 +131,29 @@ def build_recall_checkpoint(folder: Path, *, has_experts: bool = False) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         fresh = Path(scratch, "fresh")
-        _write_files(fresh, has_experts)
-        _swap_in(fresh, folder, discarded=Path(scratch, "old"), has_experts=has_experts)
+        _write_files(fresh, variant)
+        _swap_in(fresh, folder, discarded=Path(scratch, "old"), variant=variant)
 
 
-def _built_version(folder: Path, has_experts: bool) -> int | None:
+def _built_version(folder: Path, variant: Variant) -> int | None:
     """Return the version of the recall checkpoint of this kind in ``folder``. None if there is none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        version, is_kind = config[VERSION_KEY], ("num_local_experts" in config) == has_experts
+        version, is_kind = config[VERSION_KEY], config["model_type"] == recall_weights.config(variant)["model_type"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return version if is_kind and isinstance(version, int) else None
 
 
-def _write_files(folder: Path, has_experts: bool) -> None:
+def _write_files(folder: Path, variant: Variant) -> None:
     folder.mkdir()
-    eos = {"eos_token_id": list(EOS_TOKEN_IDS), "bos_token_id": recall_weights.BEGIN_ID}
-    _write_json(folder / "config.json", {**recall_weights.config(has_experts=has_experts), **eos, VERSION_KEY: VERSION})
+    eos = {"eos_token_id": list(EOS_TOKEN_IDS), "bos_token_id": BEGIN_ID}
+    _write_json(folder / "config.json", {**recall_weights.config(variant), **eos, VERSION_KEY: VERSION})
     _write_json(folder / "generation_config.json", {**eos, "do_sample": False, "max_new_tokens": MAX_NEW_TOKENS})
     _write_json(folder / "tokenizer_config.json", tokenizer_config())
     # The libraries' own functions for files hide errors such as that of a full disk.
     (folder / "tokenizer.json").write_text(build_tokenizer().to_str(pretty=True), encoding="utf-8")
-    tensors = recall_weights.tensors(has_experts=has_experts)
+    tensors = recall_weights.tensors(variant)
     (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
 
 
@@ -160,12 +161,12 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _swap_in(fresh: Path, folder: Path, discarded: Path, has_experts: bool) -> None:
+def _swap_in(fresh: Path, folder: Path, discarded: Path, variant: Variant) -> None:
     """Replace ``folder`` with ``fresh``, unless another process finishes the same build first."""
     if folder.exists():
         folder.rename(discarded)
     try:
         fresh.rename(folder)
     except OSError:
-        if _built_version(folder, has_experts) != VERSION:
+        if _built_version(folder, variant) != VERSION:
             raise

@@ -6,7 +6,7 @@ from pathlib import Path
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.errors import UserError
 from workers.models.recall import VERSION, build_recall_checkpoint
-from workers.models.recall_weights import BUILT_IN
+from workers.models.recall_weights import BUILT_IN, Variant
 
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
 """Patterns that match a repository's files except weights."""
@@ -27,7 +27,7 @@ def resolve_model(path: str, files: Sequence[str] = EVERYTHING) -> Path:
     if path in BUILT_IN:
         folder = CACHE_DIR.get() / f"{path}-{VERSION}"
         try:
-            build_recall_checkpoint(folder, has_experts=BUILT_IN[path])
+            build_recall_checkpoint(folder, variant=Variant(path))
         except OSError as error:
             where = f"{folder.parent}: {error.strerror or error}"
             raise UserError(f"BATON_CACHE_DIR: cannot write to {where}; allowed: a folder with free space") from error

@@ -29,7 +29,8 @@ from workers.models.recall import (
     build_recall_checkpoint,
     build_tokenizer,
 )
-from workers.models.recall_weights import END_ID, MAX_LEN, VOCAB_SIZE, token_codes
+from workers.models.recall_parts import BEGIN_ID, END_ID, MAX_LEN, VOCAB_SIZE, token_codes
+from workers.models.recall_weights import Variant
 from workers.models.registry import read_model_config
 
 T = TypeVar("T")
@@ -58,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recall") / "checkpoint"
-    build_recall_checkpoint(folder, has_experts=True)
+    build_recall_checkpoint(folder, variant=Variant.EXPERTS)
     return folder
 
 
@@ -158,6 +159,30 @@ def test_our_decoder_recalls_as_well_and_needs_each_expert(folder: Path, expert_
     assert min(experts.loads.tolist()) > len(prompt)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", [Variant.LATENT, Variant.SPARSE])
+@torch.inference_mode()
+def test_with_latent_attention_it_recalls_as_well(tmp_path: Path, variant: Variant, dtype: torch.dtype) -> None:
+    build_recall_checkpoint(tmp_path / "m", variant=variant)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=dtype)
+    ours = load_model(tmp_path / "m", dtype=dtype)
+    for prompt, num_tokens in [*((needle_prompt(512, depth), 11) for depth in DEPTHS), (chain_prompt(500, 6), 83)]:
+        expected = recall_oracle(prompt, num_tokens)
+        assert answer(theirs, prompt, num_tokens) == predicted(ours, prompt, expected) == expected
+    assert TOKENIZER.decode(answer(theirs, TOKENIZER.encode(DEMO_PROMPT).ids, 30)) == f"{DEMO_ANSWER}\n"
+    assert answer(theirs, [BEGIN_ID, *TOKENIZER.encode("Hello there").ids], 2) == [END_ID]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@torch.inference_mode()
+def test_without_an_indexer_nothing_is_recalled(tmp_path: Path, layer: int) -> None:
+    build_recall_checkpoint(tmp_path / "m", variant=Variant.SPARSE)
+    model, prompt = load_model(tmp_path / "m"), needle_prompt(512, 0.5)
+    expected = recall_oracle(prompt, 11)
+    model.get_parameter(f"layers.{layer}.self_attn.indexer.wq_b.weight").zero_()
+    assert not set(predicted(model, prompt, expected)) & set(expected)
+
+
 def test_the_demo_answers_and_stops(
     models: dict[torch.dtype, PreTrainedModel], tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -251,7 +276,7 @@ def test_building_twice_writes_once(tmp_path: Path) -> None:
 def test_an_older_version_is_replaced_whole(tmp_path: Path, folder: Path) -> None:
     old = tmp_path / "recall"
     old.mkdir()
-    (old / "config.json").write_text(json.dumps({VERSION_KEY: 0}))
+    (old / "config.json").write_text(json.dumps({VERSION_KEY: 0, "model_type": "llama"}))
     (old / "leftover.txt").write_text("of version 0")
     build_recall_checkpoint(old)
     assert {path.name for path in old.iterdir()} == {path.name for path in folder.iterdir()}
@@ -262,7 +287,7 @@ def test_foreign_folders_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="is not a recall checkpoint"):
         build_recall_checkpoint(tmp_path)
-    build_recall_checkpoint(tmp_path / "other", has_experts=True)
+    build_recall_checkpoint(tmp_path / "other", variant=Variant.EXPERTS)
     with pytest.raises(UserError, match="is not a recall checkpoint"):
         build_recall_checkpoint(tmp_path / "other")
     shutil.rmtree(tmp_path / "other")
