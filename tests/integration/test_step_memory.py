@@ -23,12 +23,12 @@ CHUNK = 8192
 LONG = 131_072
 PAGE_SIZE = 64
 TOLERANCE = 0.05
-SLACK = 24 << 20
+SLACK = 48 << 20
 """Memory of Python and torch in addition to tensors."""
 
 SIZES: dict[str, Any] = {
     "hidden_size": 1024,
-    "intermediate_size": 3072,
+    "intermediate_size": 6144,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "max_position_embeddings": LONG,
@@ -44,9 +44,9 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 64,
     "index_n_heads": 2,
     "index_head_dim": 64,
-    "index_topk": 256,
+    "index_topk": 512,
 }
-WIDE: dict[str, Any] = {**LATENT, "intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16}
+WIDE: dict[str, Any] = {**LATENT, "intermediate_size": 1024, "num_attention_heads": 32, "num_key_value_heads": 32}
 """Sizes with which attention takes more memory than MLPs."""
 
 
