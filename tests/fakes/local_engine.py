@@ -118,6 +118,7 @@ class LocalEngine:
         """Run the cluster with these settings, and separate ones for decode if given."""
         layout = (
             folder,
+            config.model.dtype,
             config.kv.page_size,
             config.prefill.parallel,
             config.decode.parallel,

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.spec.strategy import Collectives
 from tests.fakes.checkpoints import INDEXED, LATENT
-from tests.fakes.local_engine import LocalEngine, Models
+from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Models
 from tests.fakes.pairwise import Case, all_in_turn, all_pairs
 from tests.integration import test_engine_matrix as matrix
 
@@ -18,16 +18,20 @@ pytestmark = pytest.mark.integration
 
 WORKER = matrix.WORKER
 TURNING: dict[str, list[Any]] = {"family": [*LATENT, *INDEXED], "collectives": list(Collectives)}
-WIDER: dict[str, list[Any]] = {"cp": [1, 2, 3, 4, 8]}
-ALL = [
-    *all_in_turn(matrix.CROSSED, {**TURNING, "family": list(LATENT)}),
-    *all_in_turn(matrix.CROSSED | WIDER, {**TURNING, "family": list(INDEXED)}),
-]
+WIDER: dict[str, list[Any]] = {**matrix.CROSSED, "cp": [1, 2, 3, 4, 8]}
+ALL = [case for families in (LATENT, INDEXED) for case in all_in_turn(WIDER, {**TURNING, "family": list(families)})]
 
 
 @pytest.mark.parametrize("case", matrix.in_loading_order(all_pairs(matrix.CROSSED | TURNING)), ids=matrix.name_of)
 def test_tokens_equal_transformers_for_all_pairs_of_factors(models: Models, engine: LocalEngine, case: Case) -> None:
     matrix.check(case, models, engine)
+
+
+@pytest.mark.mooncake
+@pytest.mark.parametrize("kv", [KV_WAYS[0], *KV_WAYS[2:]], ids=str)
+@pytest.mark.parametrize("family", [*LATENT, *INDEXED])
+def test_tokens_equal_transformers_over_mooncake(models: Models, engine: LocalEngine, family: str, kv: KvWay) -> None:
+    matrix.check({**matrix.MOONCAKE, "family": family, "kv": kv}, models, engine, backend="mooncake")
 
 
 @pytest.mark.full
