@@ -135,6 +135,28 @@ def test_a_refused_plan_does_not_start(text: str, words: str, folder: Path) -> N
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; allowed: "),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; allowed: 'sigmoid'"),
+        ("deepseek_v32", {"index_topk": None}, "config.json must give index_topk as a positive integer"),
+        ("glm_moe_dsa", {"indexer_types": ["shared"] * 4}, "indexer_types begins with shared; allowed: full"),
+        ("deepseek_v32", {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None; allowed: "),
+    ],
+)
+def test_an_unsupported_variant_does_not_start(
+    tmp_path: Path, family: str, changes: dict[str, object], words: str
+) -> None:
+    path = make_checkpoint(tmp_path, family)
+    for key, value in changes.items():
+        edit_config(path, key, value)
+    with pytest.raises(UserError) as refused:
+        said("{}", path)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_gpu_memory_is_not_checked_before_the_worker(folder: Path) -> None:
     assert said("resources: {device: cuda, gpu_memory_gib: 0.001}", folder) == []
 
