@@ -1,6 +1,7 @@
 """Checkpoints in FP8 blocks, written as DeepSeek-V3 and Qwen3 publish them.
 
-transformers writes this format on GPUs only, and only if blocks divide every weight.
+transformers writes this format on GPUs only, unless its check is patched; it leaves out weights that blocks do not
+divide, and cannot read the scales that it writes for experts.
 """
 
 import json
@@ -68,6 +69,16 @@ def to_plain(folder: Path, target: Path, block: Block) -> Path:
     scales = {name: f"{name}_scale_inv" for name in stored if f"{name}_scale_inv" in stored}
     plain = {name: dequantized(stored[name], stored[scale], block) for name, scale in scales.items()}
     save(target, {name: plain.get(name, tensor) for name, tensor in stored.items() if name not in scales.values()})
+    return target
+
+
+def quantized_by_transformers(folder: Path, target: Path, block: Block) -> Path:
+    """Write a checkpoint with transformers' own quantizer."""
+    quantizer = quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer
+    with patch.object(quantizer, "validate_environment", lambda *_, **__: None):
+        config = FineGrainedFP8Config(weight_block_size=block)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+        model.save_pretrained(target)
     return target
 
 

@@ -15,9 +15,19 @@ from torch import Tensor
 from cluster.spec.config import ParallelConfig
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
-from tests.fakes.fp8_checkpoints import dequantized, quantized, tensors_in, to_fp8_blocks, to_plain, transformers_model
+from tests.fakes.fp8_checkpoints import (
+    FP8,
+    dequantized,
+    quantized,
+    quantized_by_transformers,
+    tensors_in,
+    to_fp8_blocks,
+    to_plain,
+    transformers_model,
+)
 from tests.fakes.generation import generate
 from tests.fakes.loading_rank import groups_of
+from tests.fakes.stable_ties import break_ties_by_position
 from tests.fakes.thread_layout import on_thread_layout
 from tests.unit.workers.test_weights import Reads
 from workers.device import CPU
@@ -41,6 +51,28 @@ RAGGED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"hidden_size": 72, "intermediate_size": 101, "moe_intermediate_size": 44},
 }
 """Models with partial blocks in the last rows and columns."""
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 32,
+    "head_dim": 32,
+    "v_head_dim": 16,
+    "index_head_dim": 32,
+    "first_k_dense_replace": 4,
+}
+WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT,
+    "glm_moe_dsa": LATENT,
+}
+"""Models whose weights consist of whole blocks, without experts, whose scales transformers cannot read."""
+IN_FP8 = tuple(
+    f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+)
+IN_FP8 += tuple(f"{name}.weight" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk"))
 PROMPT = torch.randint(0, 256, (48,), generator=torch.Generator().manual_seed(1))
 NUM_TOKENS = 8
 
@@ -131,6 +163,20 @@ def answer(groups: ModelGroups, folder: Path) -> tuple[Tensor, list[int]]:
         output.append(int(logits[-1].argmax()))
         tokens = torch.tensor(output[-1:])
     return prompt_logits, output
+
+
+@pytest.mark.parametrize("family", WITHOUT_EXPERTS)
+@torch.inference_mode()
+def test_what_transformers_writes_loads_to_the_logits_of_what_it_reads(tmp_path: Path, family: str) -> None:
+    plain = make_checkpoint(tmp_path / "plain", family, **WITHOUT_EXPERTS[family])
+    folder = quantized_by_transformers(plain, tmp_path / "fp8", BLOCK)
+    theirs, model = transformers_model(folder), load_model(folder)
+    break_ties_by_position(theirs)
+    expected = theirs(PROMPT[None]).logits[0]
+    logits = model.logits(model(PROMPT, torch.arange(len(PROMPT)), DenseAttention()))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    in_fp8 = {name for name, tensor in tensors_in(folder).items() if tensor.dtype == FP8}
+    assert in_fp8 == {name for name in tensors_in(plain) if name.endswith(IN_FP8)}
 
 
 @pytest.mark.parametrize(
