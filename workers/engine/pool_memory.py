@@ -13,11 +13,15 @@ from workers.attention.interface import AttentionBackend
 from workers.engine.decode_graphs import Capture
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
+from workers.layers.config import LatentAttentionConfig
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore, exchange_at_start
 
 _log = logging.getLogger(__name__)
+
+_PREFIXES = 8
+"""Length of the prefixes of short extends, as a multiple of theirs, with which latents are not expanded."""
 
 
 def pool_memory_gib(
@@ -63,8 +67,13 @@ def _measure(
 
     def compute() -> None:
         # The largest step is the last one of the longest prompt, since exchanges between ranks grow with the prefix.
+        strategy, most_requests = spec.config.prefill.strategy.fullest, min(pool_config.max_requests, chunk_len)
+        extend_len = chunk_len // most_requests
         for passing in spec.config.prefill.passing.candidates if spec.ownership is KvOwnership.SHARDED else [None]:
-            runner.run_dummy(chunk_len, max(longest - chunk_len, 0), spec.config.prefill.strategy.fullest, passing)
+            runner.run_dummy(chunk_len, max(longest - chunk_len, 0), strategy, passing)
+            if isinstance(model.config.attention, LatentAttentionConfig):
+                # Or one of many short extends, for which latents are not expanded.
+                runner.run_dummy(extend_len, _PREFIXES * extend_len, strategy, passing, most_requests)
         runner.sample_dummy(pool_config.max_requests)
 
     memory = model.device.measure_memory(compute, spec.config.kv.memory_fraction)

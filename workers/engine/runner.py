@@ -101,16 +101,18 @@ class ModelRunner:
         prefix_len: int = 0,
         strategy: Strategy = Strategy.CONTIGUOUS,
         passing: Passing | None = None,
+        num_requests: int = 1,
     ) -> None:
-        """Run a dummy prompt step in the null page. Every rank of the replica calls this."""
+        """Run a dummy prompt step of equal requests in the null page. Every rank of the replica calls this."""
         num_pages = pages_for(prefix_len + num_tokens, self._pool.page_size)
         # Owners take turns, as in every request.
         null_pages = self._null_page + np.arange(num_pages, dtype=np.int64) % self._owners
-        scheduled = [dummy_request(num_tokens, prefix_len)]
+        scheduled = [dummy_request(num_tokens, prefix_len)] * num_requests
         dp, cp = self._model.groups.parallel.dp, self._groups.cp.size
         shape = join_shapes([make_step_shape(scheduled, strategy, passing, cp)] * dp, cp)[0]
         with torch.inference_mode():
-            context, hidden = self._compute(StepInput(scheduled, [[null_pages]] * self._pool.num_lifetimes, shape))
+            tables = [[null_pages] * num_requests] * self._pool.num_lifetimes
+            context, hidden = self._compute(StepInput(scheduled, tables, shape))
             if self._groups.pipeline.is_last:
                 self._model.logits(context.last_layer.gather_sampled(hidden))
 

@@ -182,6 +182,7 @@ def test_dummy_steps_may_be_longer_than_a_selection(passing: Passing | None, tmp
         pool = PagePool.of_one_rank(model.config.kv_geometry("dummy", "float32", 4), 3)
         runner = ModelRunner(model, pool, TorchAttention(), RankGroups(cp=group), ownership)
         runner.run_dummy(21, 50, Strategy.ZIGZAG, passing)
+        runner.run_dummy(2, 16, Strategy.ZIGZAG, passing, 5)
         return any(bool(part[:3].any()) for layer in range(4) for part in pool.layer_view(layer))
 
     assert on_thread_ranks(3, run) == [False] * 3

@@ -223,6 +223,19 @@ def test_the_largest_step_ends_the_longest_prompt(
     assert steps == [(16, 184, strategy, passing) for passing in passings]
 
 
+def test_models_with_latents_also_measure_short_extends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries of short extends meet stored latents, which takes more memory than expanded ones."""
+    latent = load_model(make_checkpoint(tmp_path, "deepseek_v3"), device=GpuOnHost())
+    FakeGpu(monkeypatch)
+    steps: list[tuple[object, ...]] = []
+    monkeypatch.setattr(pool_memory, "least_of_all", lambda *_: 1.0)
+    monkeypatch.setattr(ModelRunner, "run_dummy", lambda _, *step: steps.append(step))
+    prefill = {"chunk_tokens": 64, "max_requests": 16}
+    config = {"resources": {"device": "cuda"}, "model": {"max_context": 200}, "prefill": prefill}
+    ask(lone_worker(DeployConfig.model_validate(config), Role.PREFILL), latent, None)
+    assert steps == [(64, 136, Strategy.NONE, None), (4, 32, Strategy.NONE, None, 16)]
+
+
 def test_pages_without_space_for_graphs_are_reported(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, spec = FakeGpu(monkeypatch), worker({"kv": {"memory_gib": 60}})
     with pytest.raises(UserError) as refused:
