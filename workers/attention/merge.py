@@ -47,10 +47,12 @@ def merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
 
 
 def merge_in_turn(partials: Iterable[Partial]) -> Partial | None:
-    """Join partials one after another in fp32, so that few exist at a time. Return None if there are none."""
+    """Join partials one after another in fp32, so that few exist at a time. Return a single one as it is, and None if
+    there are none.
+    """
     joined: Partial | None = None
     for found in partials:
-        joined = Partial(found.out.float(), found.lse) if joined is None else merge([joined, found])
+        joined = found if joined is None else merge([Partial(joined.out.float(), joined.lse), found])
     return joined
 
 

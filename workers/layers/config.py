@@ -247,7 +247,7 @@ class LatentAttentionConfig:
         row_width, query_width = self.stored_dim + own, self.num_heads * self.stored_dim
         out_width = self.num_heads * self.kv_rank
         absorbing = Activations(width=self._absorbing_width, whole_width=row_width)
-        attending = Activations(width=query_width, wide_width=out_width, whole_width=own, num_bytes=4 * 3 * most)
+        attending = Activations(width=query_width + out_width, whole_width=own, num_bytes=4 * 3 * most)
         cost = cost._replace(
             query_width=query_width,
             out_width=out_width,

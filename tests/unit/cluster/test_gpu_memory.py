@@ -234,18 +234,21 @@ def test_every_rank_of_a_ring_passes_whole_latents(tmp_path: Path) -> None:
 
 
 def test_memory_to_select_keys_is_included(tmp_path: Path) -> None:
-    def activations(shape: dict[str, Any], more: str = "mode: gather") -> float:
+    def activations(shape: dict[str, Any], more: str = "mode: gather", chunk_tokens: int = 8192) -> float:
         parallel = "{cp: 2, tp: 8, ep: 16}"
-        config, model = planned(tmp_path, shape, f"prefill: {{parallel: {parallel}, chunk_tokens: 8192, {more}}}")
+        text = f"prefill: {{parallel: {parallel}, chunk_tokens: {chunk_tokens}, {more}}}"
+        config, model = planned(tmp_path, shape, text)
         return expected_memory(config, config.prefill, model).activations * GIB
 
     indexed = DEEPSEEK | {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048}
-    gathered = activations(indexed)
-    # Per token: hidden states, their norm, cosines and sines, a selection of 32-bit numbers, the indexer's queries, key
-    # and weights, 16 queries, and 16 results in fp32 and in bf16.
-    of_token = (2 * 7168 + 2 * 64 + 2 * 2048 + 64 * 128 + 128 + 2 * 64 + 16 * (576 + 3 * 512)) * 2
-    without = gathered - 8192 * 704 * 2
-    assert without == pytest.approx(8192 * of_token + 3 * 4 * (1 << 22))
+    # Per token: hidden states, their norm, cosines and sines, a selection of 32-bit numbers, and the indexer's queries,
+    # key and weights; then 16 queries and results, or queries before and after they are mapped to stored keys.
+    of_token = 2 * 7168 + 2 * 64 + 2 * 2048 + 64 * 128 + 128 + 2 * 64
+    attending, absorbing = of_token + 16 * (576 + 512), of_token + 576 + 16 * (192 + 512 + 576)
+    few = activations(indexed, chunk_tokens=2048) - 2048 * 704 * 2
+    assert few == pytest.approx(2048 * attending * 2 + 3 * 4 * (1 << 22))
+    without = activations(indexed) - 8192 * 704 * 2
+    assert without == pytest.approx(8192 * absorbing * 2)
     all_keys, two_blocks = 131072 * 704 * 2, 2 * 65536 * 704 * 2
     assert activations(indexed, "mode: ring, passing: pass_kv") - without == pytest.approx(two_blocks + all_keys)
     queries = 8192 * (16 * 512 * 16 + 64 * 129 * 4 + 2048 * 4)
