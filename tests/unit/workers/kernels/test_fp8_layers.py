@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.counted_launches import CountedLaunches
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.devices import kernels_on_cpu
 from tests.fakes.fp8_checkpoints import Block, to_fp8_blocks
@@ -87,3 +88,20 @@ def test_logits(family: str, block: Block, tmp_path: Path, monkeypatch: pytest.M
     scale = expected.norm()
     assert (exact - expected).norm() > 0.02 * scale
     assert (found - expected).norm() < 0.001 * scale
+
+
+def test_products_are_two_launches_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for num_layers in (1, 2):
+        folder = make_checkpoint(tmp_path / str(num_layers), "qwen3", num_hidden_layers=num_layers)
+        to_fp8_blocks(folder, (128, 128))
+        with torch.inference_mode(), monkeypatch.context() as patch:
+            kernels_on_cpu(patch)
+            patch.setattr(CPU, "multiplies_fp8", True)
+            model, launches = load_model(folder), CountedLaunches(patch)
+            with launches:
+                model(PROMPT[:1], torch.arange(1), DenseAttention())
+        counts.append(launches.counts)
+    of_layer = counts[1] - counts[0]
+    assert of_layer["_quantize_kernel"] == of_layer["_matmul_kernel"] == 4
+    assert "linear" not in of_layer
