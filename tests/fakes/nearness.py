@@ -10,11 +10,17 @@ _TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-3}
 _LEAST_NORM = 1e-3
 
 
-def check_near(found: Tensor, wanted: Tensor, rounded: Tensor | None = None, num_rows: float = math.inf) -> None:
+def check_near(
+    found: Tensor,
+    wanted: Tensor,
+    rounded: Tensor | None = None,
+    num_rows: float = math.inf,
+    tolerance: float | None = None,
+) -> None:
     """Check that a kernel's error is within tolerance, in addition to the rounding of its dtype.
 
     ``wanted`` is in fp64, from the same input. ``rounded`` is rounded where the reference rounds, or None if only the
-    result is. ``num_rows`` is the number of attention rows.
+    result is. ``num_rows`` is the number of attention rows. ``tolerance`` replaces that of the dtype.
 
     Rounding to bf16 changes a number by up to 2^-8 of it, and all numbers by 1.7e-3 of their norm, so neither elements
     nor the norm can be within 1e-3 of ``wanted``. The distance to ``rounded`` is too strict: if results are off by a
@@ -31,5 +37,6 @@ def check_near(found: Tensor, wanted: Tensor, rounded: Tensor | None = None, num
     assert found.shape == wanted.shape
     rounded = wanted.to(found.dtype) if rounded is None else rounded
     lost, off = ((each.cpu().double() - wanted).norm().item() for each in (rounded, found))
-    own = _TOLERANCES[found.dtype] * (1 + num_rows**-0.5) * max(wanted.norm().item(), _LEAST_NORM)
+    relative = _TOLERANCES[found.dtype] if tolerance is None else tolerance
+    own = relative * (1 + num_rows**-0.5) * max(wanted.norm().item(), _LEAST_NORM)
     assert off**2 <= lost**2 + own**2, f"off by {off}, where rounding makes {lost} and a kernel may make {own}"
