@@ -35,6 +35,10 @@ _KERNEL_STEPS = [*product((1 << power for power in range(8)), (0, 1024)), (512, 
 """Steps, as (tokens per CP rank, prefix tokens), that compile every attention kernel on a GPU: with every block size,
 with and without partials, and after a prefix or over an equal number of rows from other ranks.
 """
+_SELECTING_STEPS = [(1, 1 << 15), (1 << 8, 1 << 15)]
+"""Steps that compile the kernels for selected keys: of few and of many queries, with more keys than one program chooses
+from and than are scored at a time.
+"""
 
 
 class ModelRunner:
@@ -77,7 +81,10 @@ class ModelRunner:
 
         Every rank of the replica calls this.
         """
-        for num_tokens, prefix_len in _KERNEL_STEPS if self._model.device.has_kernels else [(1, 0)]:
+        steps = _KERNEL_STEPS if self._model.device.has_kernels else [(1, 0)]
+        if self._model.device.has_kernels and self._model.config.selects_keys:
+            steps = [*steps, *_SELECTING_STEPS]
+        for num_tokens, prefix_len in steps:
             self.run_dummy(self._groups.cp.size * num_tokens, prefix_len)
         if self._model.device.has_kernels:
             self._merge_dummy()

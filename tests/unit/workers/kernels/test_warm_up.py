@@ -22,7 +22,7 @@ from tests.fakes.thread_group import on_thread_ranks
 from workers.attention.merge import Partial, merge
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
-from workers.attention.triton import backend
+from workers.attention.triton import backend, selection
 from workers.attention.triton.backend import TritonAttention
 from workers.engine import runner, step_context
 from workers.engine.rank_groups import RankGroups
@@ -30,6 +30,7 @@ from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
 from workers.kernels import copy_pages, sampling
 from workers.kernels.attention import Blocks, blocks_for
+from workers.memory.page_pool import PagePool
 from workers.parallel.collectives import Communicator
 
 
@@ -57,6 +58,36 @@ def test_attention_is_warmed_up_in_blocks_of_every_size(tmp_path: Path, monkeypa
         for num_queries in range(1, 4096)
     }
     assert seen == set(product(blocks, (True, False)))
+
+
+def test_selections_are_warmed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries have a kernel of their own for scores. Keys are chosen once by number and then from what was chosen,
+    and attention is complete or in parts.
+    """
+    model = load_model(make_checkpoint(tmp_path, "deepseek_v32", index_topk=600), device=CpuWithKernels())
+    pool = PagePool.of_one_rank(model.config.kv_geometry("m", "float32", 64), 2)
+    seen: set[object] = set()
+
+    def note_choice(scores: Tensor, _: Tensor, top_k: int, numbers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        seen.add(("choice", numbers is None, scores.shape[1] > 1 << 14))
+        best = scores.new_zeros(len(scores), top_k)
+        return best, best.int()
+
+    def note_attend(*tensors: Tensor, **others: Any) -> None:
+        if others["page_size"] == 1:
+            seen.add(("attention", others["parts"] is None))
+        tensors[3].zero_()
+        tensors[4].zero_()
+
+    for kernel in ("score_run", "score_tokens"):
+        monkeypatch.setattr(selection, kernel, lambda *_, kernel=kernel: seen.add(kernel))
+    monkeypatch.setattr(selection, "locate", lambda *_: None)
+    monkeypatch.setattr(selection, "choose", note_choice)
+    for module in (backend, selection):
+        monkeypatch.setattr(module, "attend", note_attend)
+    ModelRunner(model, pool, TritonAttention(), RankGroups()).warm_up()
+    assert seen >= {"score_run", "score_tokens", ("attention", True), ("attention", False)}
+    assert seen >= {("choice", True, True), ("choice", False, False)}
 
 
 def test_sampling_and_copying_are_warmed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
