@@ -68,6 +68,8 @@ class Device:
     packs_bf16 = False
     """Whether oneDNN multiplies in bf16, with weights in a layout of its own."""
     compute_capability: tuple[int, int] | None = None
+    shared_bytes: int | None = None
+    """Maximum shared memory of a kernel's program, on a GPU."""
     samples: Samples
 
     @property
@@ -150,6 +152,11 @@ class GpuDevice(Device):
     @property
     def compute_capability(self) -> tuple[int, int]:  # type: ignore[override]
         return torch.cuda.get_device_capability(self.torch_device)
+
+    @property
+    def shared_bytes(self) -> int:  # type: ignore[override]
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
     @property
     def multiplies_fp8(self) -> bool:  # type: ignore[override]

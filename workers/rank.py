@@ -108,7 +108,7 @@ def _load(
     geometry = model_config.kv_geometry(config.model.name, dtype_name, config.kv.page_size)
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
-    needs = needs_of(geometry.groups)
+    needs = needs_of(geometry.groups, device)
     attention = _open_attention(spec, model, needs)
     make_capture = _capture_maker(spec, device, has_windows=geometry.has_windows)
     memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)

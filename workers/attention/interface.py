@@ -21,6 +21,7 @@ class Feature(StrEnum):
 
     WINDOW = "sliding windows"
     WIDE_KEYS = "keys wider than 256 elements, or than 576 with their values inside"
+    SMALL_MEMORY = "latents wider than 256 elements on a GPU with less than 152 KiB of shared memory"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,7 +28,7 @@ BACKENDS = {
     "flash_attn": Entry(
         "workers.attention.flash_attn_backend:FlashAttention",
         ("cuda",),
-        frozenset({Feature.WIDE_KEYS}),
+        frozenset({Feature.WIDE_KEYS, Feature.SMALL_MEMORY}),
         dtypes=(torch.bfloat16,),
     ),
     "native": Entry(
@@ -38,11 +38,17 @@ BACKENDS = {
         dtypes=(torch.bfloat16, torch.float32),
     ),
     "torch": Entry("workers.attention.torch_backend:TorchAttention", ("cpu", "cuda")),
-    "triton": Entry("workers.attention.triton.backend:TritonAttention", ("cuda",), frozenset({Feature.WIDE_KEYS})),
+    "triton": Entry(
+        "workers.attention.triton.backend:TritonAttention",
+        ("cuda",),
+        frozenset({Feature.WIDE_KEYS, Feature.SMALL_MEMORY}),
+    ),
 }
 
 _WIDE, _WIDE_LATENT = 256, 576
 """Maximum width of keys for the kernels' shared memory: beside values, and with their values inside."""
+_LATENT_SHARED_BYTES = 152 << 10
+"""Shared memory that kernels for such latents take on GPUs before Hopper. Ada and its like have less."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,14 +70,17 @@ def load_backend(name: str) -> AttentionBackend:
     return backend
 
 
-def needs_of(groups: Iterable[KvGroup]) -> frozenset[Feature]:
+def needs_of(groups: Iterable[KvGroup], device: Device) -> frozenset[Feature]:
     needs = set()
     for group in groups:
         if group.window is not None:
             needs.add(Feature.WINDOW)
         has_values = "v" in {part.name for part in group.parts}
-        if max(part.dim for part in group.parts) > (_WIDE if has_values else _WIDE_LATENT):
+        widest = max(part.dim for part in group.parts)
+        if widest > (_WIDE if has_values else _WIDE_LATENT):
             needs.add(Feature.WIDE_KEYS)
+        elif widest > _WIDE and device.shared_bytes is not None and device.shared_bytes < _LATENT_SHARED_BYTES:
+            needs.add(Feature.SMALL_MEMORY)
     return frozenset(needs)
 
 

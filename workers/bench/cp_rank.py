@@ -53,7 +53,7 @@ class CpBenchRank:
         self._model = self._make_model(ModelGroups())
         geometry = config.kv_geometry("bench", config.dtype, _PAGE_SIZE)
         self._pool = PagePool.of_one_rank(geometry, pages_for(max_len, _PAGE_SIZE))
-        needs, shape = needs_of(geometry.groups), self._model.attention
+        needs, shape = needs_of(geometry.groups, self._model.device), self._model.attention
         attention = choose_backend(AttentionSetting.AUTO, self._model.device, self._model.dtype, needs, shape)
         if "native" in attention.name:
             elementwise.register(CPU, self._model.dtype, Library.load())

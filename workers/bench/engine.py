@@ -175,7 +175,7 @@ def num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
 def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
     geometry = model.config.kv_geometry("bench", str(model.dtype).removeprefix("torch."), _PAGE_SIZE)
     pool = PagePool.of_one_rank(geometry, pages_for(most_tokens, _PAGE_SIZE), model.device.torch_device)
-    needs = needs_of(geometry.groups)
+    needs = needs_of(geometry.groups, model.device)
     attention = choose_backend(AttentionSetting.AUTO, model.device, model.dtype, needs, model.attention)
     runner = ModelRunner(model, pool, attention.backend, RankGroups())
     runner.warm_up()

@@ -12,7 +12,7 @@ from cluster.spec.errors import UserError
 from cluster.spec.kv import key_value_group
 from workers.attention.interface import Feature
 from workers.attention.registry import choose_backend, needs_of
-from workers.device import CPU, GPU, Device
+from workers.device import CPU, GPU, Device, GpuDevice
 from workers.native.compile import find_compiler
 
 
@@ -81,12 +81,24 @@ def test_keys_that_are_too_wide_for_kernels() -> None:
 def test_needs_follow_from_the_groups_that_a_model_stores() -> None:
     plain = key_value_group(range(2), 2, 8, "bfloat16")
     k, v = plain.parts
-    assert needs_of([plain]) == set()
-    assert needs_of([plain, replace(plain, window=4)]) == {Feature.WINDOW}
-    assert needs_of([replace(plain, parts=(k, replace(v, dim=6)))]) == set()
-    assert needs_of([replace(plain, parts=(replace(k, dim=512), v))]) == {Feature.WIDE_KEYS}
-    assert needs_of([replace(plain, parts=(replace(k, name="latent", dim=576),))]) == set()
-    assert needs_of([replace(plain, parts=(replace(k, name="latent", dim=640),))]) == {Feature.WIDE_KEYS}
+    for groups, needs in (
+        ([plain], set()),
+        ([plain, replace(plain, window=4)], {Feature.WINDOW}),
+        ([replace(plain, parts=(k, replace(v, dim=6)))], set()),
+        ([replace(plain, parts=(replace(k, dim=512), v))], {Feature.WIDE_KEYS}),
+        ([replace(plain, parts=(replace(k, name="latent", dim=576),))], set()),
+        ([replace(plain, parts=(replace(k, name="latent", dim=640),))], {Feature.WIDE_KEYS}),
+    ):
+        assert needs_of(groups, CPU) == needs
+
+
+@pytest.mark.parametrize(("kib", "dim", "name"), [(99, 576, "torch"), (99, 256, "triton"), (163, 576, "triton")])
+def test_wide_latents_need_shared_memory(kib: int, dim: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ada has 99 KiB, Ampere 163."""
+    monkeypatch.setattr(GpuDevice, "shared_bytes", kib << 10)
+    plain = key_value_group(range(2), 1, dim, "bfloat16")
+    needs = needs_of([replace(plain, parts=(replace(plain.parts[0], name="latent"),))], GPU)
+    assert choose_backend(AttentionSetting.AUTO, GPU, torch.bfloat16, needs).name == name
 
 
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
