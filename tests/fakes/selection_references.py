@@ -87,6 +87,7 @@ def check_chosen(data: st.DataObject, device: str) -> None:
     num_rows, span = data.draw(st.integers(0, 3)), data.draw(st.sampled_from([1, 100, 1 << 14]))
     scores = torch.randn(num_rows, width) * data.draw(st.sampled_from([1.0, 1e-42, 1e38]))
     scores = torch.where(torch.rand(num_rows, width) < data.draw(st.sampled_from([0.0, 0.9])), 0.0, scores)
+    scores += 0.0  # there is no -0
     counts = torch.randint(0, width + 1, (num_rows,), dtype=torch.int32)
     with patch.object(selection, "_SPAN", span):
         found = choose(scores.to(device), counts.to(device), top_k)

@@ -167,9 +167,9 @@ def _finite(scores):
 def choose(scores: Tensor, counts: Tensor, top_k: int, numbers: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the ``top_k`` best of each row's first ``counts`` scores, and their numbers, ``[rows, top_k]``.
 
-    ``scores [rows, n]`` fp32 are not NaN; ``counts [rows]`` int32. Of equal scores, the first ones are best. The order
-    is that of the columns. ``numbers [rows, n]`` int32 are the columns' numbers, by default 0 to n - 1. Missing scores
-    are -inf, with number -1. Long rows are divided among programs, whose choices are chosen from again.
+    ``scores [rows, n]`` fp32 are neither NaN nor -0; ``counts [rows]`` int32. Of equal scores, the first ones are best.
+    The order is that of the columns. ``numbers [rows, n]`` int32 are the columns' numbers, by default 0 to n - 1.
+    Missing scores are -inf, with number -1. Long rows are divided among programs, whose choices are chosen from again.
     """
     span = max(_SPAN, 4 * block_of(top_k))
     num_rows, width = scores.shape
