@@ -1,11 +1,9 @@
 """Captured decode steps compared with normal ones. A fake of CUDA graphs computes again at each replay."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +35,7 @@ from workers.attention.triton.tiling import fair_share
 from workers.context_parallel.shard_plan import join_shapes
 from workers.engine.attention_context import make_context
 from workers.engine.batch import PreviousTokens, build_step_batch
-from workers.engine.decode_graphs import REPLAYED, CaptureError, DecodeGraphs, GraphCapture
+from workers.engine.decode_graphs import REPLAYED, CaptureError, DecodeGraphs
 from workers.engine.step_context import CpExchange
 from workers.engine.weights import load_model
 from workers.layers.feed_forward import Experts
@@ -359,55 +357,3 @@ def test_batch_sizes(most: int) -> None:
     assert sizes[-1] == most
     assert all(small < large <= max(2 * small, small + 4) for small, large in pairwise(sizes))
     assert len(sizes) <= 4 + 4 * most.bit_length()
-
-
-class Cuda:
-    """Fake of torch.cuda after a failed capture, for versions that do and do not end the capture."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ends_itself: bool) -> None:
-        self.current: Any = SimpleNamespace(device_index=0, wait_stream=lambda _: None)
-        self.is_capturing, self._ends_itself = False, ends_itself
-        for name in ("stream", "graph"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
-        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream))
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
-        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
-
-    @contextmanager
-    def stream(self, _: object) -> Iterator[None]:
-        yield
-
-    @contextmanager
-    def graph(self, _: object, *, stream: object, **__: object) -> Iterator[None]:
-        usual, self.current, self.is_capturing = self.current, stream, True
-        try:
-            yield
-        except RuntimeError:
-            self.is_capturing = not self._ends_itself
-            raise
-        self.current, self.is_capturing = usual, False
-
-    def end(self, device: int, pool: tuple[int, int]) -> None:
-        assert (device, pool) == (0, (0, 1))
-        if not self.is_capturing:
-            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-        self.is_capturing = False
-
-
-@pytest.mark.parametrize("ends_itself", [False, True])
-def test_a_failure_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, *, ends_itself: bool) -> None:
-    cuda = Cuda(monkeypatch, ends_itself=ends_itself)
-    before, stream = cuda.current, SimpleNamespace(wait_stream=lambda _: None)
-    graph_capture, result = GraphCapture(stream), torch.zeros(1)  # type: ignore[arg-type]
-
-    def compute() -> torch.Tensor:
-        if cuda.is_capturing:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return result
-
-    with pytest.raises(RuntimeError, match="not permitted"):
-        graph_capture(compute)
-    assert (cuda.current, cuda.is_capturing) == (before, False)
-    assert graph_capture(lambda: result)[0] is result
