@@ -109,19 +109,18 @@ def attend(
     """
     if not len(tiles):
         return
-    if (num_shares := query.shape[1] // key.shape[1] // blocks.heads) > 1:
-        # Each share of the only KV head's query heads gets programs of its own.
-        key, value = (x.expand(-1, num_shares, -1, -1) for x in (key, value))
-    num_kv_heads, head_dim, value_dim = key.shape[1], query.shape[2], value.shape[3]
+    num_shares, head_dim, value_dim = query.shape[1] // blocks.heads, query.shape[2], value.shape[3]
     # Wide keys are multiplied in two blocks, since 576 elements would take one of 1,024.
     key_dim = min(value_dim, head_dim)
     tensors = (query, key, value, out, lse, *(parts or (None, None, None)), tiles, segments, tables)
     strides = (*query.stride()[:2], *key.stride()[:3], *value.stride()[:3])
-    _attend_kernel[(len(tiles), num_kv_heads)](
+    # Each share of a KV head's query heads gets programs of its own.
+    _attend_kernel[(len(tiles), num_shares)](
         *tensors,
         *strides,
         math.log2(math.e) * scale,
         GROUPS=blocks.heads,
+        SHARES=num_shares // key.shape[1],
         NUM_HEADS=query.shape[1],
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
@@ -152,21 +151,22 @@ def _attend_kernel(
     query, key, value, out, lse, parts, parts_lse, arrived, tiles, segments, tables,
     query_row_stride, query_head_stride, key_page_stride, key_head_stride, key_slot_stride,
     value_page_stride, value_head_stride, value_slot_stride, scale,
-    GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_DIM: tl.constexpr, ARE_IN_KEYS: tl.constexpr, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr, SHARES: tl.constexpr, NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr,
+    ARE_IN_KEYS: tl.constexpr, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_REST_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, JOINED_ROWS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0) * _NUM_TILE_FIELDS
-    kv_head = tl.program_id(1)
+    share = tl.program_id(1)
     first_row, num_queries, first_index = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if num_queries == 0:
         return
     first_segment, num_segments = tl.load(tile + 3), tl.load(tile + 4)
 
     rows, dims = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
-    queries, heads = rows // GROUPS, kv_head * GROUPS + rows % GROUPS
+    queries, heads = rows // GROUPS, share * GROUPS + rows % GROUPS
     is_query = (queries < num_queries)[:, None]
     query_rows = query + ((first_row + queries) * query_row_stride + heads * query_head_stride)[:, None]
     asked = tl.load(query_rows + dims[None, :], mask=is_query & (dims < KEY_DIM)[None, :], other=0.0).to(OPERAND)
@@ -181,8 +181,9 @@ def _attend_kernel(
     found = tl.zeros((BLOCK_ROWS, BLOCK_VALUE_DIM), tl.float32)
     peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
-    key += kv_head.to(tl.int64) * key_head_stride
-    value += kv_head.to(tl.int64) * value_head_stride
+    kv_head = (share // SHARES).to(tl.int64)
+    key += kv_head * key_head_stride
+    value += kv_head * value_head_stride
     for at in range(first_segment, first_segment + num_segments):
         table, first_key, begin, whole, stop, last_seen = _load_segment(
             segments + at * _NUM_SEGMENT_FIELDS, tables, first_index, last_index, indices, WINDOW, BLOCK_KEYS
@@ -208,7 +209,7 @@ def _attend_kernel(
     found = found / total[:, None]
     found_lse = tl.where(is_empty, float("-inf"), (tl.log2(total) + peak) * _LN_2)
     store_result(
-        out, lse, parts, parts_lse, arrived, tile + 5, first_row, num_queries, kv_head, found, found_lse,
+        out, lse, parts, parts_lse, arrived, tile + 5, first_row, num_queries, share, found, found_lse,
         GROUPS, NUM_HEADS, VALUE_DIM, BLOCK_ROWS, BLOCK_PARTS, JOINED_ROWS, BLOCK_VALUE_DIM,
     )  # fmt: skip
 

@@ -93,8 +93,17 @@ def test_rows(case: tuple[list[Run], list[Run]], groups: int, dtype: torch.dtype
         PagedCase((Run(0, 0, 3, 1), Run(1, 0, 2, 1)), key_lens=(0, 17), head_dim=96),
         PagedCase((Run(0, 70, 350, 1), Run(0, 1120, 350, 1)), page_size=64, groups=1, dtype=torch.bfloat16),
         PagedCase((Run(0, 500, 40, 1), Run(1, 300, 1, 1)), params=AttentionParams(0.2, 150), value_dim=32),
+        PagedCase((Run(0, 30, 2, 1),), groups=40, kv_heads=2),
     ],
-    ids=["first token", "mixed", "interleave", "a prefix of nothing", "zigzag of many behind a prefix", "window"],
+    ids=[
+        "first token",
+        "mixed",
+        "interleave",
+        "a prefix of nothing",
+        "zigzag of many behind a prefix",
+        "window",
+        "shares",
+    ],
 )
 def test_examples(case: PagedCase) -> None:
     check_paged(TritonAttention(), case, "cpu")
