@@ -25,7 +25,7 @@ _FIRST_PAGE = torch.zeros(1, dtype=torch.int64)
 class NativeAttention(TorchSelection):
     """Attention that neither copies keys nor merges within a run. Stateless. It uses as many threads as torch does."""
 
-    queries_at_once = 2048
+    queries_at_once = 512
 
     def __init__(self, compiler: Compiler | None = None) -> None:
         """Compile the library if this machine does not have it yet. Raises CannotCompileError if that fails."""

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kMostScores = 1 << 20;  // Scores of a tile, unless a single query has more. They stay in the caches.
 constexpr int kDigits = 2048;
+constexpr int kSamples = 256;  // Scores by which a choice is estimated.
 constexpr int kCounters = 4;  // Counters per digit, since equal digits often follow each other.
 
 struct Selection {
@@ -64,17 +65,48 @@ uint32_t find(uint32_t* numbers, int64_t n, int64_t& k) {
   return found;
 }
 
+// Number that at least top_k of n scores probably reach, and not many more of them, judged by some scores.
+float estimate(const float* scores, int64_t n, int64_t top_k) {
+  const double rank = double(kSamples) * top_k / n;
+  const int64_t nth = rank + 3 * std::sqrt(rank) + 2;
+  if (n < 4 * kSamples || nth >= kSamples) return -std::numeric_limits<float>::max();
+  float samples[kSamples];
+  for (int64_t i = 0; i < kSamples; ++i) samples[i] = scores[i * n / kSamples];
+  std::nth_element(samples, samples + nth, samples + kSamples, std::greater<float>());
+  return samples[nth];
+}
+
+// Scores that may be chosen, in order, with the numbers of their keys.
+struct Candidates {
+  float* scores;
+  int32_t* keys;
+  uint32_t* numbers;
+
+  // Keep those of n scores that are at least `least`. Return how many. Scores are followed by unused ones.
+  int64_t keep(const float* from, int64_t n, float least) {
+    int64_t count = 0, i = 0;
+    for (; i + kLanes <= n; i += kLanes) count += append(at(from + i), least, i, scores + count, keys + count);
+    for (; i < n; ++i) {
+      scores[count] = from[i], keys[count] = i;
+      count += from[i] >= least;
+    }
+    return count;
+  }
+};
+
 // Choose the top_k highest of n scores, of equal ones the first, in ascending order.
-void choose(const float* scores, int64_t n, int64_t top_k, uint32_t* numbers, float* chosen, int64_t* keys) {
+void choose(const float* scores, int64_t n, int64_t top_k, Candidates some, float* chosen, int64_t* keys) {
   int64_t count = 0;
   if (n > top_k) {
-    for (int64_t i = 0; i < n; ++i) numbers[i] = ordered(scores[i]);
+    int64_t num_some = some.keep(scores, n, estimate(scores, n, top_k));
+    if (num_some < top_k) num_some = some.keep(scores, n, -std::numeric_limits<float>::max());
+    for (int64_t i = 0; i < num_some; ++i) some.numbers[i] = ordered(some.scores[i]);
     int64_t ties = top_k;
-    const uint32_t worst = find(numbers, n, ties);
+    const uint32_t worst = find(some.numbers, num_some, ties);
     for (int64_t i = 0; count < top_k; ++i) {
-      const uint32_t number = ordered(scores[i]);
+      const uint32_t number = ordered(some.scores[i]);
       const bool is_tied = number == worst;
-      keys[count] = i, chosen[count] = scores[i];
+      keys[count] = some.keys[i], chosen[count] = some.scores[i];
       count += number > worst || (is_tied && ties > 0);
       ties -= is_tied;
     }
@@ -101,11 +133,12 @@ extern "C" int EXPORT(select)(const Selection* s) {
   const int64_t stride = std::max<int64_t>(round_up(s->visible[num_queries - 1], kBlock), kBlock);
   Scratch scratch(a.key_dim, 0, 1.0f);
   const int64_t at_once = std::clamp<int64_t>(kMostScores / stride, 1, std::max<int64_t>(scratch.rows / heads, 1));
-  Memory memory(4 * (at_once * stride + kScoredRows * kBlock + stride) + 3 * 64);
+  Memory memory(4 * (at_once * stride + kScoredRows * kBlock + 3 * (stride + kLanes)) + 5 * 64);
   if (!scratch.memory || !memory) return 1;
   scratch.scale = 1.0f;
   float *sums = memory.take<float>(at_once * stride), *scores = memory.take<float>(kScoredRows * kBlock);
-  uint32_t* numbers = memory.take<uint32_t>(stride);
+  const Candidates some{memory.take<float>(stride + kLanes), memory.take<int32_t>(stride + kLanes),
+                        memory.take<uint32_t>(stride + kLanes)};
   for (int64_t first; (first = __atomic_fetch_add(a.next_tile, 1, __ATOMIC_RELAXED) * at_once) < num_queries;) {
     const int64_t count = std::min(at_once, num_queries - first), rows = count * heads;
     const int64_t padded_rows = round_up(rows, kScoredRows), most = s->visible[first + count - 1];
@@ -133,7 +166,7 @@ extern "C" int EXPORT(select)(const Selection* s) {
       float* mine = sums + i * stride;
       const int64_t n = s->visible[first + i], to = (first + i) * s->top_k;
       for (int64_t key = 0; key < n; ++key) mine[key] = finite(mine[key]);
-      choose(mine, n, s->top_k, numbers, s->scores + to, s->keys + to);
+      choose(mine, n, s->top_k, some, s->scores + to, s->keys + to);
     }
   }
   return 0;

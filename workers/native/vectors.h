@@ -4,6 +4,10 @@
 
 #include "common.h"
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -109,6 +113,26 @@ inline float largest_of(vec x) {
   float most = x[0];
   for (int i = 1; i < kLanes; ++i) most = std::max(most, x[i]);
   return most;
+}
+
+// Append the numbers in x that are at least `least`, and their indices, the first of which is `index`. Return how many.
+// Up to kLanes elements of both arrays are overwritten.
+inline int64_t append(vec x, float least, int32_t index, float* values, int32_t* indices) {
+#if defined(__AVX512F__)
+  const __m512 all = (__m512)x;
+  const __mmask16 kept = _mm512_cmp_ps_mask(all, _mm512_set1_ps(least), _CMP_GE_OQ);
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  _mm512_storeu_ps(values, _mm512_maskz_compress_ps(kept, all));
+  _mm512_storeu_si512(indices, _mm512_maskz_compress_epi32(kept, _mm512_add_epi32(lanes, _mm512_set1_epi32(index))));
+  return __builtin_popcount(kept);
+#else
+  int64_t count = 0;
+  for (int i = 0; i < kLanes; ++i) {
+    values[count] = x[i], indices[count] = index + i;
+    count += x[i] >= least;
+  }
+  return count;
+#endif
 }
 
 inline bool any(ints x) {

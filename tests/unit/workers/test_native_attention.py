@@ -25,7 +25,7 @@ from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial
 from workers.attention.native_backend import NativeAttention
 from workers.attention.runs import Run
-from workers.attention.selection import IndexQueries, QueryRun
+from workers.attention.selection import Chosen, IndexQueries, QueryRun, best_keys
 from workers.native.compile import Compiler, find_compiler, runnable_kinds
 
 pytestmark = pytest.mark.native
@@ -188,6 +188,28 @@ def test_the_best_keys_are_those_of_the_reference(
     native: AttentionBackend, dtype: torch.dtype, case: ChoiceCase
 ) -> None:
     check_choice(native, case, dtype)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1000, 6000), st.sampled_from([1, 60, 500]), st.integers(0, 99))
+def test_the_best_of_many_keys(
+    native: AttentionBackend, dtype: torch.dtype, num_before: int, top_k: int, seed: int
+) -> None:
+    check_choice(native, ChoiceCase((3, 2, 9), num_before, top_k, 64, seed), dtype)
+
+
+@pytest.mark.parametrize("kept", [256, 300, 1024])
+def test_a_wrong_estimate_changes_nothing(native: AttentionBackend, dtype: torch.dtype, kept: int) -> None:
+    """Scores by which the choice is estimated, those of every fourth key, are higher than others."""
+    scores = torch.ones(1024)
+    scores[::4], scores[1:100:4] = 7.0, 3.0
+    keys = scores.to(dtype).view(16, 1, 64, 1)
+    index, rows = IndexQueries(torch.ones(1, 1, 1, dtype=dtype), torch.ones(1, 1)), slice(0, 1)
+    step = native.prepare_selection([QueryRun(rows, torch.arange(16), np.array([1024]))])
+    expected = best_keys(Chosen(scores[None], torch.arange(1024)[None]), kept)
+    found = step.best_keys(index, keys, rows, kept)
+    assert found.keys.tolist() == expected.keys.tolist()
+    assert found.scores.tolist() == expected.scores.tolist()
 
 
 def test_keys_whose_scores_are_not_numbers_are_the_worst(native: AttentionBackend, dtype: torch.dtype) -> None:
