@@ -165,18 +165,15 @@ def _attend_kernel(
         return
     first_segment, num_segments = tl.load(tile + 3), tl.load(tile + 4)
 
-    rows, dims = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
+    rows = tl.arange(0, BLOCK_ROWS)
     queries, heads = rows // GROUPS, share * GROUPS + rows % GROUPS
-    is_query = (queries < num_queries)[:, None]
-    query_rows = query + ((first_row + queries) * query_row_stride + heads * query_head_stride)[:, None]
-    asked = tl.load(query_rows + dims[None, :], mask=is_query & (dims < KEY_DIM)[None, :], other=0.0).to(OPERAND)
+    is_query = queries < num_queries
+    query_rows = query + (first_row + queries) * query_row_stride + heads * query_head_stride
+    asked = _load_queries(query_rows, is_query, 0, KEY_DIM, BLOCK_DIM, OPERAND)
     asked_rest = asked
     if BLOCK_REST_DIM > 0:
-        rest = KEY_DIM + tl.arange(0, BLOCK_REST_DIM)
-        asked_rest = tl.load(query_rows + rest[None, :], mask=is_query & (rest < HEAD_DIM)[None, :], other=0.0)
-        asked_rest = asked_rest.to(OPERAND)
-    indices = first_index + queries
-    last_index = first_index + num_queries - 1
+        asked_rest = _load_queries(query_rows, is_query, KEY_DIM, HEAD_DIM, BLOCK_REST_DIM, OPERAND)
+    indices, last_index = first_index + queries, first_index + num_queries - 1
 
     found = tl.zeros((BLOCK_ROWS, BLOCK_VALUE_DIM), tl.float32)
     peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
@@ -212,6 +209,15 @@ def _attend_kernel(
         out, lse, parts, parts_lse, arrived, tile + 5, first_row, num_queries, share, found, found_lse,
         GROUPS, NUM_HEADS, VALUE_DIM, BLOCK_ROWS, BLOCK_PARTS, JOINED_ROWS, BLOCK_VALUE_DIM,
     )  # fmt: skip
+
+
+@triton.jit
+def _load_queries(
+    query_rows, is_query, first: tl.constexpr, stop: tl.constexpr, BLOCK_DIM: tl.constexpr, OPERAND: tl.constexpr
+):  # fmt: skip
+    dims = first + tl.arange(0, BLOCK_DIM)
+    is_held = is_query[:, None] & (dims < stop)[None, :]
+    return tl.load(query_rows[:, None] + dims[None, :], mask=is_held, other=0.0).to(OPERAND)
 
 
 @triton.jit
