@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.attention.interface import AttentionParams
-from workers.attention.limits import MOST_SCORED, MOST_SELECTED
+from workers.attention.limits import MOST_SCORED
 from workers.attention.merge import Partial, unwritten_partial
 from workers.attention.selection import Chosen, IndexQueries, QueryRun
 from workers.attention.triton.tiling import fair_share, piece_lens
@@ -22,6 +22,8 @@ from workers.kernels.selection import VisibleKeys, choose, locate, score_run, sc
 _FEW_QUERIES = 4
 """Maximum number of queries of a run that are faster with programs for each, as in decode."""
 _QUERIES_AT_ONCE = 128
+_MOST_PLACES = 1 << 20
+"""Maximum number of selected keys that are found at a time, unless a single query has more."""
 
 
 class TritonSelection:
@@ -83,7 +85,7 @@ class SelectionStep:
         """See ``StepSelection``."""
         assert params.value_dim is not None, "values must be part of their keys"
         result = unwritten_partial(query, params.value_dim)
-        step = max(MOST_SELECTED // selected.shape[1], 1)
+        step = max(_MOST_PLACES // selected.shape[1], 1)
         for first in range(0, len(query), step):
             rows = slice(first, first + step)
             part, out = query[rows], Partial(*(x[rows] for x in result))

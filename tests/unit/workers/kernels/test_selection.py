@@ -68,10 +68,10 @@ def test_attention_to_selected_keys(case: AttentionCase, dtype: torch.dtype) -> 
     compare(*attend(TritonAttention(), case, dtype), dtype)
 
 
-@pytest.mark.parametrize("most", [1 << 22, 500])
+@pytest.mark.parametrize("most", [1 << 20, 500])
 def test_selected_keys_that_are_split(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some parts of a query have no keys, and not all queries are in one launch."""
-    monkeypatch.setattr(selection, "MOST_SELECTED", most)
+    monkeypatch.setattr(selection, "_MOST_PLACES", most)
     monkeypatch.setattr(tiling, "LEAST_KEYS", 64)
     case = AttentionCase((4, 40, 32), 3, 250, 16, 0)
     compare(*attend(TritonAttention(), case, torch.bfloat16), torch.bfloat16)
