@@ -200,15 +200,20 @@ def _attend_kernel(
                 BLOCK_KEYS, BLOCK_DIM, BLOCK_REST_DIM, BLOCK_VALUE_DIM, OPERAND, True,
             )  # fmt: skip
 
-    # Not "total > 0", which would hide a NaN.
-    is_empty = total == 0
-    total = tl.where(is_empty, 1.0, total)
-    found = found / total[:, None]
-    found_lse = tl.where(is_empty, float("-inf"), (tl.log2(total) + peak) * _LN_2)
+    found, found_lse = _normalize(found, peak, total)
     store_result(
         out, lse, parts, parts_lse, arrived, tile + 5, first_row, num_queries, share, found, found_lse,
         GROUPS, NUM_HEADS, VALUE_DIM, BLOCK_ROWS, BLOCK_PARTS, JOINED_ROWS, BLOCK_VALUE_DIM,
     )  # fmt: skip
+
+
+@triton.jit
+def _normalize(found, peak, total):
+    """Return attention and the log of the sum, given sums that are scaled by ``2**-peak``."""
+    # Not "total > 0", which would hide a NaN.
+    is_empty = total == 0
+    total = tl.where(is_empty, 1.0, total)
+    return found / total[:, None], tl.where(is_empty, float("-inf"), (tl.log2(total) + peak) * _LN_2)
 
 
 @triton.jit
