@@ -65,23 +65,28 @@ def best_keys(found: Chosen, top_k: int) -> Chosen:
     """Return the ``top_k`` keys with the highest scores, or all if there are no more, in ascending order."""
     if found.scores.shape[1] <= top_k:
         return found
-    worst = found.scores.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
-    is_better, is_tied = found.scores > worst, found.scores == worst
-    num_tied = top_k - is_better.sum(-1, keepdim=True)
-    is_chosen = is_better | (is_tied & (is_tied.cumsum(-1) <= num_tied))
-    columns = is_chosen.nonzero()[:, 1].view(-1, top_k)
+    columns = _is_best(found.scores, top_k).nonzero()[:, 1].view(-1, top_k)
     return Chosen(found.scores.gather(1, columns), found.keys.gather(1, columns))
+
+
+def _is_best(scores: Tensor, top_k: int) -> Tensor:
+    """Return which scores are among the ``top_k`` best of their row, of equal ones the first, bool ``[queries, n]``."""
+    worst = scores.topk(min(top_k, scores.shape[1]), sorted=False).values.amin(-1, keepdim=True)
+    is_better, is_tied = scores > worst, scores == worst
+    num_tied = top_k - is_better.sum(-1, keepdim=True)
+    return is_better | (is_tied & (is_tied.cumsum(-1) <= num_tied))
 
 
 def are_among_best(own: Chosen, everyone: Chosen, top_k: int) -> Tensor:
     """Return which of ``own`` keys are among the ``top_k`` best of ``everyone``'s, bool ``[queries, keys]``.
 
-    Keys are given by position. Those of ``everyone`` can be in any order.
+    Keys are given by position. Those of ``everyone`` can be in any order. On a GPU, the host does not wait.
     """
     order = everyone.keys.argsort(-1)
-    best = best_keys(Chosen(everyone.scores.gather(1, order), everyone.keys.gather(1, order)), top_k)
-    worst = best.scores.amin(-1, keepdim=True)
-    last_tied = best.keys.masked_fill(best.scores > worst, -1).amax(-1, keepdim=True)
+    scores, keys = everyone.scores.gather(1, order), everyone.keys.gather(1, order)
+    is_chosen = _is_best(scores, top_k)
+    worst = scores.masked_fill(~is_chosen, torch.inf).amin(-1, keepdim=True)
+    last_tied = keys.masked_fill(~is_chosen | (scores > worst), NO_KEY).amax(-1, keepdim=True)
     is_best = (own.scores > worst) | ((own.scores == worst) & (own.keys <= last_tied))
     return is_best & (own.scores > -torch.inf)
 

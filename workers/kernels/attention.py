@@ -57,6 +57,10 @@ class Blocks:
     def queries(self) -> int:
         return self.rows // self.heads
 
+    def programs_for(self, num_shares: int) -> int:
+        """Return the number of programs for each share of the query heads."""
+        return max(self.programs // num_shares, 1)
+
 
 def blocks_for(
     num_queries: int, groups: int, *, head_dim: int, value_dim: int, itemsize: int, page_size: int

@@ -117,7 +117,7 @@ class _Work:
             page_size=self._page_size,
         )
         num_shares = query.shape[1] // blocks.heads
-        parts = split(items, blocks.queries, blocks.programs // num_shares, blocks.keys)
+        parts = split(items, blocks.queries, blocks.programs_for(num_shares), blocks.keys)
         tiling = make_tiles(parts or items, blocks.queries, in_parts=parts is not None)
         launch = partial(
             attend,

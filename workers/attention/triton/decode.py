@@ -36,7 +36,7 @@ class DecodeAttention:
             page_size=shape.page_size,
         )
         num_shares = shape.num_heads // self._blocks.heads
-        self._programs = self._blocks.programs // num_shares
+        self._programs = self._blocks.programs_for(num_shares)
         self._num_tiles = num_requests + self._programs
         sizes = [self._num_tiles * len(fields) for fields in (TILE_FIELDS, SEGMENT_FIELDS)] + [num_requests] * 2
         # A word holds two int32, and tables begin at a multiple of 16 bytes.

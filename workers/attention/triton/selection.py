@@ -124,7 +124,7 @@ class SelectedAttention:
             1, num_heads, head_dim=head_dim, value_dim=value_dim, itemsize=query.itemsize, page_size=1
         )
         num_shares = num_heads // self._blocks.heads
-        share = fair_share(num_queries * num_selected, self._blocks.programs // num_shares)
+        share = fair_share(num_queries * num_selected, self._blocks.programs_for(num_shares))
         self._part_len = int(piece_lens(np.array(num_selected), share, self._blocks.keys))
         num_parts = -(-num_selected // self._part_len)
         self._places = torch.zeros(num_queries, num_selected, dtype=torch.int64, device=device.torch_device)
