@@ -42,16 +42,13 @@ def score_run(q: Tensor, weights: Tensor, visible: VisibleKeys, scores: Tensor, 
 
     ``q [queries, heads, dim]``; ``weights [queries, heads]`` fp32, with adjacent heads. The queries have equal pages.
     """
-    assert q.stride(2) == weights.stride(1) == 1, f"strides {q.stride()} and {weights.stride()}"
     num_queries, num_heads, dim = q.shape
     block_queries, block_keys = (32, 32) if q.itemsize > 2 else (64, 128)
-    keys = visible.keys
     _score_run_kernel[(triton.cdiv(scores.shape[1], block_keys), triton.cdiv(num_queries, block_queries))](
-        *(q, weights, keys, visible.tables, visible.first_pages, visible.num_keys, scores),
-        *(*q.stride()[:2], weights.stride(0), keys.stride(0), keys.stride(2), scores.stride(0)),
+        *_inputs(q, weights, visible, scores),
         *(num_queries, begin, begin + scores.shape[1], num_heads),
         DIM=dim,
-        PAGE_SIZE=keys.shape[2],
+        PAGE_SIZE=visible.keys.shape[2],
         BLOCK_QUERIES=block_queries,
         BLOCK_KEYS=block_keys,
         BLOCK_DIM=block_of(dim, 16),
@@ -59,6 +56,14 @@ def score_run(q: Tensor, weights: Tensor, visible: VisibleKeys, scores: Tensor, 
         num_warps=4,
         num_stages=3,
     )
+
+
+def _inputs(q: Tensor, weights: Tensor, visible: VisibleKeys, scores: Tensor) -> tuple[Tensor | int, ...]:
+    """Return the tensors of a launch, and their strides."""
+    assert q.stride(2) == weights.stride(1) == 1, f"strides {q.stride()} and {weights.stride()}"
+    keys = visible.keys
+    tensors = q, weights, keys, visible.tables, visible.first_pages, visible.num_keys, scores
+    return *tensors, *q.stride()[:2], weights.stride(0), keys.stride(0), keys.stride(2), scores.stride(0)
 
 
 @triton.jit(
@@ -95,17 +100,15 @@ def _score_run_kernel(
 
 def score_tokens(q: Tensor, weights: Tensor, visible: VisibleKeys, scores: Tensor, begin: int = 0) -> None:
     """Write scores like ``score_run``, of few queries, which may have different pages."""
-    assert q.stride(2) == weights.stride(1) == 1, f"strides {q.stride()} and {weights.stride()}"
-    (num_queries, num_heads, dim), keys = q.shape, visible.keys
+    num_queries, num_heads, dim = q.shape
     block_keys = 32 if q.itemsize > 2 else 128
     num_programs = min(triton.cdiv(scores.shape[1], block_keys), triton.cdiv(_TOKEN_PROGRAMS, num_queries))
     _score_tokens_kernel[(num_programs, num_queries)](
-        *(q, weights, keys, visible.tables, visible.first_pages, visible.num_keys, scores),
-        *(*q.stride()[:2], weights.stride(0), keys.stride(0), keys.stride(2), scores.stride(0), begin),
-        begin + scores.shape[1],
+        *_inputs(q, weights, visible, scores),
+        *(begin, begin + scores.shape[1]),
         NUM_HEADS=num_heads,
         DIM=dim,
-        PAGE_SIZE=keys.shape[2],
+        PAGE_SIZE=visible.keys.shape[2],
         BLOCK_HEADS=block_of(num_heads, 16),
         BLOCK_KEYS=block_keys,
         BLOCK_DIM=block_of(dim, 16),
