@@ -10,17 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.kernels.attention import PROCESSORS, SEGMENT_FIELDS
 from workers.kernels.launch import block_of, operand_type
 
 _MOST_SCORE = tl.constexpr(torch.finfo(torch.float32).max)
 _DIGIT_BITS = tl.constexpr(8)
 _NUM_DIGITS = tl.constexpr(1 << 8)
+_NUM_SEGMENT_FIELDS = tl.constexpr(len(SEGMENT_FIELDS))
+_STOP, _AHEAD = tl.constexpr(SEGMENT_FIELDS.index("stop")), tl.constexpr(SEGMENT_FIELDS.index("ahead"))
 _SPAN = 1 << 14
 """Number of scores from which one program chooses the best, unless there are not many more than it chooses."""
 _CHOICE_BLOCK = 2048
 _LEAST_PART = 8
 """Minimum number of selected keys in a part."""
-_TOKEN_PROGRAMS = 8 * 132
+_TOKEN_PROGRAMS = 8 * PROCESSORS
 """Number of programs for scores of tokens, which keep the loads of an H200 in flight."""
 
 
@@ -296,6 +299,6 @@ def _locate_kernel(
         tl.store(places + row * num_keys + columns, place, mask=is_key)
         count += tl.sum(is_key.to(tl.int32), 0)
     parts = tl.arange(0, BLOCK_PARTS)
-    fields = segments + (row * num_parts + parts) * 6
-    tl.store(fields + 3, tl.minimum((parts + 1) * part_len, count), mask=parts < num_parts)
-    tl.store(fields + 4, count - 1, mask=parts < num_parts)
+    fields = segments + (row * num_parts + parts) * _NUM_SEGMENT_FIELDS
+    tl.store(fields + _STOP, tl.minimum((parts + 1) * part_len, count), mask=parts < num_parts)
+    tl.store(fields + _AHEAD, count - 1, mask=parts < num_parts)

@@ -12,7 +12,7 @@ from workers.attention.limits import MOST_CAPTURED_SCORES
 from workers.attention.merge import Partial, unwritten_partial
 from workers.attention.selection import IndexQueries
 from workers.attention.triton.selection import SelectedAttention
-from workers.attention.triton.tiling import fair_share, piece_lens
+from workers.attention.triton.tiling import fair_share, piece_lens, token_tiles
 from workers.kernels.attention import SEGMENT_FIELDS, TILE_FIELDS, attend, blocks_for
 from workers.kernels.partials import unwritten_parts
 from workers.kernels.selection import VisibleKeys, choose, score_tokens
@@ -70,17 +70,13 @@ class DecodeAttention:
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return tiles and segments like ``tiling.make_tiles``, in request order, with empty tiles at the end."""
         steps = piece_lens(lens, fair_share(int(lens.sum()), self._programs), self._blocks.keys)
-        counts = -(-lens // steps)
-        rows = np.repeat(np.arange(len(lens)), counts)
-        first_tiles, tile = (np.cumsum(counts) - counts)[rows], np.arange(len(rows))
-        parts = tile - first_tiles
+        used, rows, parts = token_tiles(-(-lens // steps))
         begins = parts * steps[rows]
-        stops = np.minimum(begins + steps[rows], lens[rows])
-        zeros, ones = np.zeros_like(tile), np.ones_like(tile)
+        stops, zeros = np.minimum(begins + steps[rows], lens[rows]), np.zeros_like(rows)
         tiles = np.zeros((self._num_tiles, len(TILE_FIELDS)), dtype=np.int32)
         segments = np.zeros((self._num_tiles, len(SEGMENT_FIELDS)), dtype=np.int32)
-        tiles[: len(tile)] = np.stack((rows, ones, zeros, tile, ones, parts, counts[rows], first_tiles, ones), axis=1)
-        segments[: len(tile)] = np.stack((first_pages[rows], zeros, begins, stops, lens[rows] - 1, zeros), axis=1)
+        tiles[: len(used)] = used
+        segments[: len(used)] = np.stack((first_pages[rows], zeros, begins, stops, lens[rows] - 1, zeros), axis=1)
         return tiles, segments
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:

@@ -6,16 +6,15 @@ from math import gcd
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.attention.interface import AttentionParams
 from workers.attention.limits import MOST_SCORED
 from workers.attention.merge import Partial, unwritten_partial
 from workers.attention.selection import Chosen, IndexQueries, QueryRun
-from workers.attention.triton.tiling import fair_share, piece_lens
+from workers.attention.triton.tiling import fair_share, piece_lens, token_tiles
 from workers.device import Device, device_of
-from workers.kernels.attention import attend, blocks_for
+from workers.kernels.attention import SEGMENT_FIELDS, attend, blocks_for
 from workers.kernels.partials import unwritten_parts
 from workers.kernels.selection import VisibleKeys, choose, locate, score_run, score_tokens
 
@@ -41,27 +40,30 @@ class SelectionStep:
         self._counts = [len(run.num_visible) for run in runs]
         self._num_visible = np.concatenate([np.zeros(0, np.int64), *(run.num_visible for run in runs)])
         self.batches: Sequence[slice] = batches_of(self._counts, most_queries)
+        begins = np.cumsum([0, *self._counts])[:-1].tolist()
+        self._few = {begin for begin, count in zip(begins, self._counts, strict=True) if count <= _FEW_QUERIES}
+        """First queries of runs with few queries."""
         self._tables = [run.table for run in runs]
         self._attentions: dict[int, SelectedAttention] = {}
         """Attention by number of queries."""
 
     @cached_property
-    def _visible(self) -> VisibleKeys:
-        """Tables of all requests, and what each query sees, on the device. The keys are those of no layer yet."""
+    def _on_device(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tables of all requests, and each query's first page and number of keys."""
         tables = torch.cat(self._tables)
         first_pages = np.cumsum([0, *map(len, self._tables)])[:-1]
         of_queries = np.stack((np.repeat(first_pages, self._counts), self._num_visible)).astype(np.int32)
-        return VisibleKeys(tables, tables, *device_of(tables).put(torch.from_numpy(of_queries)))
+        return tables, *device_of(tables).put(torch.from_numpy(of_queries))
 
     def _seen_by(self, rows: slice, keys: Tensor) -> VisibleKeys:
-        visible = self._visible
-        return VisibleKeys(keys, visible.tables, visible.first_pages[rows], visible.num_keys[rows])
+        tables, first_pages, num_keys = self._on_device
+        return VisibleKeys(keys, tables, first_pages[rows], num_keys[rows])
 
     def best_keys(self, index: IndexQueries, keys: Tensor, batch: slice, top_k: int) -> Chosen:
         """See ``StepSelection``. Scores exist for a tile of keys at a time, of which the best are kept."""
         visible, (q, weights) = self._seen_by(batch, keys), index.rows(batch)
         q, weights = q.to(keys.dtype), weights.contiguous()
-        score = score_tokens if self._is_of_few(batch) else score_run
+        score = score_tokens if batch.start in self._few else score_run
         best, numbers = (weights.new_empty(len(q), 0, dtype=kind) for kind in (torch.float32, torch.int32))
         most = int(self._num_visible[batch].max())
         for begin in range(0, most, MOST_SCORED // len(q)):
@@ -76,10 +78,6 @@ class SelectionStep:
                 named = torch.cat((numbers, tile.expand(len(q), -1)), dim=1)
             best, numbers = choose(scores, counts, min(top_k, end), named)
         return Chosen(best, numbers.long())
-
-    def _is_of_few(self, batch: slice) -> bool:
-        ends = np.cumsum(self._counts)
-        return self._counts[int(np.searchsorted(ends, batch.start, side="right"))] <= _FEW_QUERIES
 
     def attend(self, query: Tensor, keys: Tensor, selected: Tensor, params: AttentionParams) -> Partial:
         """See ``StepSelection``."""
@@ -128,7 +126,9 @@ class SelectedAttention:
         self._part_len = int(piece_lens(np.array(num_selected), share, self._blocks.keys))
         num_parts = -(-num_selected // self._part_len)
         self._places = torch.zeros(num_queries, num_selected, dtype=torch.int64, device=device.torch_device)
-        tiles, segments = _tiles_of(num_queries, num_selected, num_parts, self._part_len)
+        tiles, rows, parts = token_tiles(np.full(num_queries, num_parts))
+        segments = np.zeros((len(tiles), len(SEGMENT_FIELDS)), dtype=np.int32)
+        segments[:, 0], segments[:, 2] = rows * num_selected, parts * self._part_len
         self._tiles, self._segments = device.put(torch.from_numpy(tiles)), device.put(torch.from_numpy(segments))
         self._arrived: Tensor | None = None
         if num_parts > 1:
@@ -153,15 +153,3 @@ class SelectedAttention:
             scale=scale,
             parts=None if self._arrived is None else unwritten_parts(query, value_dim, self._arrived),
         )
-
-
-def _tiles_of(
-    num_queries: int, num_selected: int, num_parts: int, part_len: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return tiles and segments (see workers.kernels.attention) without the segments' ends."""
-    at = np.arange(num_queries * num_parts, dtype=np.int32)
-    rows, parts = np.divmod(at, num_parts)
-    zeros, ones = np.zeros_like(at), np.ones_like(at)
-    tiles = (rows, ones, zeros, at, ones, parts, num_parts * ones, rows * num_parts, ones)
-    segments = (rows * num_selected, zeros, parts * part_len, zeros, zeros, zeros)
-    return np.stack(tiles, axis=1), np.stack(segments, axis=1)

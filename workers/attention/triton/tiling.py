@@ -95,6 +95,16 @@ def make_tiles(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = F
     return Tiling(np.ascontiguousarray(tiles[order]), table, int(num_slots.sum()))
 
 
+def token_tiles(counts: NDArray[np.int64]) -> tuple[Indices, NDArray[np.int64], NDArray[np.int64]]:
+    """Return tiles of single queries, each with one segment, given the number of each query's segments; and each tile's
+    query and part.
+    """
+    rows, parts = np.repeat(np.arange(len(counts)), counts), _count_up(counts)
+    tile, zeros, ones = np.arange(len(rows)), np.zeros_like(rows), np.ones_like(rows)
+    tiles = np.stack((rows, ones, zeros, tile, ones, parts, counts[rows], tile - parts, ones), axis=1)
+    return tiles.astype(np.int32), rows, parts
+
+
 def _split(segment: Segment, share: int, block_keys: int) -> list[Segment]:
     length = segment.stop - segment.begin
     step = int(piece_lens(np.array(length), share, block_keys))
