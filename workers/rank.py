@@ -24,6 +24,7 @@ from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.device import Device, open_device
 from workers.engine.calibration import measured_rates
 from workers.engine.decode_graphs import Capture, GraphCapture
+from workers.engine.few_rows import use_native_products
 from workers.engine.pool_memory import pool_memory_gib
 from workers.engine.rank_groups import RankGroups, join_groups
 from workers.engine.runner import ModelRunner
@@ -31,6 +32,7 @@ from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
 from workers.kernels import elementwise
 from workers.memory.copy import PinnedMemory
+from workers.memory.huge_pages import use_huge_pages
 from workers.memory.peer_memory import PeerMemory, open_peer_memory
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
@@ -115,6 +117,8 @@ def _load(
     layout = _pool_layout(spec, geometry, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
     memory = open_peer_memory(layout, device, backend, config.verify_by(), groups.head_copies)
+    if not device.has_own_memory:
+        use_huge_pages(memory.pool.bytes.data_ptr(), memory.pool.bytes.nbytes)
     host_bytes = host_bytes_of(spec, layout)
     host_region = backend.allocate(host_bytes) if host_bytes else None
     is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
@@ -152,12 +156,14 @@ def _load(
 
 
 def _open_attention(spec: WorkerSpec, model: DecoderModel, needs: Set[Feature]) -> AttentionBackend:
-    """Return the attention backend. If its library has elementwise kernels, use them too."""
+    """Return the attention backend. If its library has other kernels, use them too."""
     setting = spec.config.resources.attention
     choice = choose_backend(setting, model.device, model.dtype, needs, model.attention)
     _log.info("attention backend %s: %s", choice.name, choice.reason)
     if "native" in choice.name:
-        elementwise.register(model.device, model.dtype, Library.load())
+        library = Library.load()
+        elementwise.register(model.device, model.dtype, library)
+        use_native_products(model, library)
     return choice.backend
 
 

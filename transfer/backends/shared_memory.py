@@ -4,6 +4,7 @@ The memory is a memfd that peers open through its owner's ``/proc`` entry. It ha
 kernel frees it no matter how its owner exits.
 """
 
+import ctypes
 import mmap
 import os
 import re
@@ -22,6 +23,9 @@ from transfer.backends.interface import Region
 from transfer.page_range import Span, check_bounds
 
 _Bytes = npt.NDArray[np.uint8]
+
+_MAP_FIXED = 0x10
+_HUGE_PAGE = 2 << 20
 
 _SESSION = re.compile(r"^(/proc/\d+/fd/\d+) (baton-[0-9a-f]{16})$")
 """Path of the owner's file descriptor and a unique name for the memory, since descriptor numbers are reused."""
@@ -55,9 +59,7 @@ class SharedMemoryBackend:
             base_address=0,
             num_bytes=num_bytes,
         )
-        # MAP_POPULATE prevents the first prompts from causing a page fault for every 4 KiB of KV.
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        return Region(memoryview(mmap.mmap(descriptor, num_bytes, flags=flags)), endpoint)
+        return Region(_map_aligned(descriptor, num_bytes), endpoint)
 
     def register(self, address: int, num_bytes: int) -> Region:  # noqa: ARG002 - no GPU memory
         """Raise TransferError, since processes can share only memory that this backend allocates."""
@@ -83,6 +85,22 @@ class SharedMemoryBackend:
         if target.session not in self._peers:
             self._peers[target.session] = _open(target)
         return self._peers[target.session]
+
+
+def _map_aligned(descriptor: int, num_bytes: int) -> memoryview:
+    """Map memory to an address at which a huge page can begin. Raises UserError."""
+    # The reserved addresses are more than needed. They are freed, with the memory, once nothing refers to them.
+    reserved = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = np.frombuffer(reserved, dtype=np.uint8).ctypes.data
+    offset = -address % _HUGE_PAGE
+    map_memory = ctypes.CDLL(None, use_errno=True).mmap
+    map_memory.restype = ctypes.c_ssize_t
+    map_memory.argtypes = (ctypes.c_size_t, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t)
+    # MAP_POPULATE prevents the first prompts from causing a page fault for every 4 KiB of KV.
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
+    if map_memory(address + offset, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) < 0:
+        raise UserError(f"cannot map {num_bytes} bytes of shared memory: {os.strerror(ctypes.get_errno())}")
+    return memoryview(reserved)[offset : offset + num_bytes]
 
 
 def _copy(source: _Bytes, target: _Bytes, spans: Sequence[Span], peer: Endpoint) -> None:

@@ -11,7 +11,8 @@ from workers.device import device_of
 from workers.expert_parallel.token_dispatcher import NO_EXPERT, RoutedTokens, make_dispatcher, order_by_expert
 from workers.kernels.elementwise import elementwise_kernels
 from workers.layers.config import MoeConfig, RouterConfig
-from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear, multiply
+from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear
+from workers.layers.matmul import multiply
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.collectives import Lens, ModelGroups, TokenExchange
 from workers.quant.fp8_matrix import Fp8Matrix, split_rows

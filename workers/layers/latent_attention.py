@@ -22,7 +22,8 @@ from workers.attention.selection import IndexQueries
 from workers.layers.attention import AttentionContext, AttentionWork, Rotation, in_pairs, score_factor, take
 from workers.layers.config import LatentAttentionConfig, RopeConfig
 from workers.layers.indexer import Indexer
-from workers.layers.linear import FusedLinear, RMSNorm, multiply
+from workers.layers.linear import FusedLinear, RMSNorm
+from workers.layers.matmul import multiply
 from workers.layers.projections import Projections, SplitLinear
 from workers.layers.shard import ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.collectives import Communicator

@@ -6,69 +6,43 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.device import device_of
 from workers.kernels.elementwise import elementwise_kernels
+from workers.layers.matmul import Matrix, PackedMatrix, multiply, packed
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.collectives import Communicator
 from workers.quant.fp8_matrix import Fp8Matrix, split_rows
 
-_FEW_ROWS = 2
-"""Maximum number of rows for which a CPU without bf16 arithmetic is fastest one row at a time."""
-_MANY_ROWS = 16
-"""Minimum number of rows for which a CPU without bf16 arithmetic is faster with weights converted to fp32, whose
-products run at four times the speed of bf16.
-"""
-_PART = 1 << 20
-"""Number of weight elements converted to fp32 at a time, so that they stay in the cache for the product."""
+
+class LinearLayer(ShardedLayer):
+    """Linear layer, whose weight can be packed or in FP8."""
+
+    def __init__(self, num_outputs: int, num_inputs: int) -> None:
+        super().__init__()
+        self.weight: Matrix = nn.Parameter(torch.empty(num_outputs, num_inputs), requires_grad=False)
+
+    @property
+    def loadable(self) -> Tensor | Fp8Matrix:
+        """Return the weight, which must not be packed yet."""
+        assert not isinstance(self.weight, PackedMatrix), "the weight is packed"
+        return self.weight
+
+    def pack(self) -> None:
+        """Rearrange a loaded weight for speed."""
+        if isinstance(self.weight, Tensor) and isinstance(matrix := packed(self.weight), PackedMatrix):
+            del self.weight  # a parameter
+            self.weight = matrix
 
 
-def multiply(x: Tensor, weight: Tensor | Fp8Matrix, bias: Tensor | None = None) -> Tensor:
-    """Return x [R, inputs] @ weight.T + bias, summed in fp32 and rounded once, on every device.
-
-    With a weight in FP8, ``x`` is first rounded to FP8, with a scale per row and group of inputs.
-    """
-    if isinstance(weight, Fp8Matrix):
-        from workers.kernels.fp8 import fp8_matmul
-
-        return fp8_matmul(x, weight.values, weight.scales, weight.width, bias)
-    if weight.is_mkldnn:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
-    if x.dtype != torch.bfloat16 or device_of(x).multiplies_bf16:
-        return functional.linear(x, weight, bias)
-    if len(x) <= _FEW_ROWS and bias is None:
-        return torch.stack([torch.mv(weight, row) for row in x]) if len(x) else x.new_empty(0, len(weight))
-    return functional.linear(x, weight, bias) if len(x) < _MANY_ROWS else _multiply_in_fp32(x, weight, bias)
-
-
-def packed(weight: Tensor) -> nn.Parameter:
-    """Rearrange a weight [outputs, inputs] for ``multiply``, as oneDNN would otherwise do in every call."""
-    weight = weight.detach()
-    if weight.dtype == torch.bfloat16 and device_of(weight).packs_bf16:
-        weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return nn.Parameter(weight, requires_grad=False)
-
-
-def _multiply_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    wide, out = x.float(), x.new_empty(len(x), len(weight))
-    step = max(_PART // weight.shape[1], 1)
-    for begin in range(0, len(weight), step):
-        part = slice(begin, begin + step)
-        out[:, part] = functional.linear(wide, weight[part].float(), None if bias is None else bias[part].float())
-    return out
-
-
-class FusedLinear(ShardedLayer):
+class FusedLinear(LinearLayer):
     """Several projections of one input in one product. Each rank computes a shard of every projection's outputs."""
 
     def __init__(self, in_size: int, outputs: Mapping[str, Shard], *, bias: bool) -> None:
         """Build the layer. ``outputs`` maps each projection's name to this rank's shard of its outputs."""
-        super().__init__()
         out_size = sum(shard.size for shard in outputs.values())
-        self.weight: nn.Parameter | Fp8Matrix = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
+        super().__init__(out_size, in_size)
         self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
         self._in_size, self._outputs = in_size, dict(outputs)
-        self._parts: dict[tuple[int | None, int | None], Tensor] = {}
+        self._parts: dict[tuple[int | None, int | None], Matrix] = {}
         """Packed weights by slice of the outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,28 +50,27 @@ class FusedLinear(ShardedLayer):
 
     def project(self, x: Tensor, outputs: slice) -> Tensor:
         bias, weight = None if self.bias is None else self.bias[outputs], self.weight
-        if isinstance(weight, Fp8Matrix) or not weight.is_mkldnn:
+        if not isinstance(weight, PackedMatrix):
             return multiply(x, weight[outputs], bias)
         bounds = outputs.start, outputs.stop
         if bounds not in self._parts:
-            self._parts[bounds] = packed(weight.to_dense()[outputs])
+            self._parts[bounds] = packed(weight.rows(outputs))
         return multiply(x, self._parts[bounds], bias)
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         sizes, inputs = [shard.size for shard in self._outputs.values()], replicated(self._in_size)
-        for (name, shard), part in zip(self._outputs.items(), split_rows(self.weight, sizes), strict=True):
+        for (name, shard), part in zip(self._outputs.items(), split_rows(self.loadable, sizes), strict=True):
             yield f"{name}.weight", WeightShard(part, (shard, inputs), "weight")
         if self.bias is not None:
             for (name, shard), bias in zip(self._outputs.items(), torch.split(self.bias, sizes), strict=True):
                 yield f"{name}.bias", WeightShard(bias, (shard,))
 
 
-class SummedLinear(ShardedLayer):
+class SummedLinear(LinearLayer):
     """Linear layer with sharded inputs. Each rank computes one term of every output."""
 
     def __init__(self, inputs: Shard, out_size: int, *, bias: bool) -> None:
-        super().__init__()
-        self.weight: nn.Parameter | Fp8Matrix = nn.Parameter(torch.empty(out_size, inputs.size), requires_grad=False)
+        super().__init__(out_size, inputs.size)
         self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
         self._inputs = inputs
 
@@ -108,26 +81,25 @@ class SummedLinear(ShardedLayer):
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         out = replicated(self.weight.shape[0])
-        yield "weight", WeightShard(self.weight, (out, self._inputs), "weight")
+        yield "weight", WeightShard(self.loadable, (out, self._inputs), "weight")
         if self.bias is not None:
             yield "bias", WeightShard(self.bias, (out,))
 
 
-class ReplicatedLinear(ShardedLayer):
+class ReplicatedLinear(LinearLayer):
     """Linear layer without bias that every rank computes in full."""
 
     def __init__(self, in_size: int, out_size: int, *, is_wide: bool = False) -> None:
         """Build the layer. With ``is_wide``, its weights and outputs are in fp32 for any model dtype."""
-        super().__init__()
+        super().__init__(out_size, in_size)
         self.wide = frozenset({"weight"} if is_wide else ())
-        self.weight: nn.Parameter | Fp8Matrix = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x.float() if self.wide else x, self.weight)
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         shards = tuple(map(replicated, self.weight.shape))
-        yield "weight", WeightShard(self.weight, shards, None if self.wide else "weight")
+        yield "weight", WeightShard(self.loadable, shards, None if self.wide else "weight")
 
 
 class Embedding(ShardedLayer):
@@ -137,8 +109,8 @@ class Embedding(ShardedLayer):
         super().__init__()
         self._tokens, self._group = even_shard(vocab_size, group), group
         self.weight = nn.Parameter(torch.empty(self._tokens.size, hidden_size), requires_grad=False)
-        self._packed: Tensor | None = None
-        """Packed copy for ``scores``, used if the table also embeds token ids."""
+        self.packed: Matrix | None = None
+        """Packed table, for ``scores``."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
@@ -150,7 +122,7 @@ class Embedding(ShardedLayer):
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Map hidden [R, hidden_size], the same on all ranks, to [R, vocab_size] in the table's dtype."""
-        own = multiply(hidden, self.weight if self._packed is None else self._packed)
+        own = multiply(hidden, self.weight if self.packed is None else self.packed)
         if self._group.size == 1:
             return own
         size, num_tokens = self._group.size, self._tokens.size
@@ -160,11 +132,10 @@ class Embedding(ShardedLayer):
         return by_row[:, : self._tokens.whole].contiguous()
 
     def pack(self, *, is_read: bool) -> None:
-        """Pack the table for ``scores``. With ``is_read``, keep the unpacked table too, to embed token ids."""
-        if is_read:
-            self._packed = packed(self.weight).data
-        else:
-            self.weight = packed(self.weight)
+        """Pack the table for ``scores``. With ``is_read``, keep the plain table too, to embed token ids."""
+        self.packed = packed(self.weight)
+        if not is_read and isinstance(self.packed, PackedMatrix):
+            del self.weight
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         yield "weight", WeightShard(self.weight, (self._tokens, replicated(self.weight.shape[1])))

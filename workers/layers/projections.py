@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from cluster.spec.linear_shards import LinearShards
 from cluster.spec.strategy import ShardLinear
-from workers.layers.linear import FusedLinear, SummedLinear, multiply
+from workers.layers.linear import FusedLinear, SummedLinear
+from workers.layers.matmul import multiply
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, replicated
 from workers.parallel.collectives import Communicator, ModelGroups, Pending
 

@@ -10,7 +10,8 @@ from workers.layers.attention import Attention, AttentionContext, RotaryEmbeddin
 from workers.layers.config import LatentAttentionConfig, MoeConfig
 from workers.layers.feed_forward import GatedMLP, MoeBlock
 from workers.layers.latent_attention import LatentAttention
-from workers.layers.linear import Embedding, FusedLinear, RMSNorm, SummedLinear, packed
+from workers.layers.linear import Embedding, LinearLayer, RMSNorm
+from workers.layers.matmul import PackedMatrix
 from workers.layers.projections import Projections, make_projections
 from workers.layers.shard import ShardedLayer, WeightShard
 from workers.models.interface import DecoderConfig
@@ -154,18 +155,23 @@ class DecoderModel(nn.Module):
     @property
     def fp8_bytes(self) -> int:
         """Return the bytes of the matrices in FP8 and their scales."""
-        targets = [shard.target for shard in self.weights().values()]
-        return sum(target.nbytes for target in targets if isinstance(target, Fp8Matrix))
+        matrices = [value for module in self.modules() for value in vars(module).values()]
+        return sum(matrix.nbytes for matrix in matrices if isinstance(matrix, Fp8Matrix))
 
     @property
     def products(self) -> str:
         """Return the format of matrix products if some are not in the model's dtype; otherwise an empty string."""
         return "fp8" if self.fp8_bytes else ""
 
+    def packed_matrices(self) -> list[PackedMatrix]:
+        """Return all weights that are packed."""
+        matrices = [value for module in self.modules() for value in vars(module).values()]
+        return [matrix for matrix in matrices if isinstance(matrix, PackedMatrix)]
+
     def pack(self) -> None:
         """Rearrange loaded weights for speed."""
         for module in self.modules():
-            if isinstance(module, FusedLinear | SummedLinear) and isinstance(module.weight, nn.Parameter):
-                module.weight = packed(module.weight)
+            if isinstance(module, LinearLayer):
+                module.pack()
         if self.is_last:
             self.lm_head.pack(is_read=self.is_first and self.config.tie_word_embeddings)

@@ -7,6 +7,7 @@ using Element = bf16;
 
 #ifdef __AVX512BF16__
 #include "block_bf16.h"
+#include "linear.h"
 #else
 #include "block_fp32.h"
 #endif

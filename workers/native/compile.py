@@ -15,7 +15,7 @@ from cluster.spec.env import CACHE_DIR
 SOURCES = tuple(
     Path(__file__).with_name(name)
     for name in (
-        *("bf16.cpp", "fp32.cpp", "attention.h", "elementwise.h", "select.h"),
+        *("bf16.cpp", "fp32.cpp", "attention.h", "elementwise.h", "linear.h", "select.h"),
         *("block.h", "block_bf16.h", "block_fp32.h", "vectors.h", "common.h"),
     )
 )

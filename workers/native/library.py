@@ -16,8 +16,13 @@ MOST_DIMS = 1024
 """Maximum head size."""
 MOST_INDEX_HEADS = 96
 """Maximum number of an indexer's heads: the rows of the smallest tile."""
+MOST_ROWS = 64
+"""Maximum number of rows of a product."""
 NUM_ITEM_FIELDS = 7
 """Number of fields of Item in attention.h."""
+
+BLOCK = 64
+"""Outputs per block of a packed weight."""
 
 _FIELDS = (
     *("query", "key", "value", "out", "lse", "tables", "items", "next_tile"),
@@ -26,6 +31,8 @@ _FIELDS = (
 )
 _LEAST_SHARED = 1 << 17
 """Minimum number of elements for which rows are divided among threads."""
+_LEAST_SHARED_WEIGHTS = 1 << 22
+"""Minimum number of a weight's elements for which its outputs are divided among threads."""
 
 
 class _Arguments(ctypes.Structure):
@@ -62,6 +69,8 @@ class _Functions:
         self.rotate = find("rotate", *[_POINTER] * 5, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2)
         self.swiglu = find("swiglu", *[_POINTER] * 2, *[_SIZE] * 4)
         self.store_kv = find("store_kv", *[_POINTER] * 3, *[_SIZE] * 12)
+        is_there = hasattr(library, f"baton_linear_{suffix}")
+        self.linear = find("linear", *[_POINTER] * 4, *[_SIZE] * 7) if is_there else None
 
 
 class Library:
@@ -205,6 +214,27 @@ class Library:
         function = self._functions_for(layer_pages, kv).store_kv
         self._share(function, (*pointers, *sizes, *strides), num_rows, kv[0].numel() if num_rows else 0)
 
+    @property
+    def multiplies_packed(self) -> bool:
+        """Return whether this CPU has the instructions of ``linear``."""
+        return self._functions[torch.bfloat16].linear is not None
+
+    def linear(
+        self, x: Tensor, address: int, num_outputs: int, block_stride: int, bias: Tensor | None = None
+    ) -> Tensor:
+        """Return x [R, inputs] @ weight.T + bias in bf16, for up to MOST_ROWS rows. linear.h describes the weight."""
+        function = self._functions_for(x, *() if bias is None else (bias,)).linear
+        assert function is not None, "there is no such function for this CPU and dtype"
+        num_rows, num_inputs = x.shape
+        assert num_rows <= MOST_ROWS, f"{num_rows} rows are above {MOST_ROWS}"
+        assert num_inputs % 2 == 0, f"{num_inputs} inputs are no pairs"
+        assert x.stride(1) == 1, f"strides {x.stride()}"
+        out = x.new_empty(num_rows, num_outputs)
+        pointers = (x.data_ptr(), address, None if bias is None else bias.data_ptr(), out.data_ptr())
+        given = (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), block_stride)
+        self._share(function, given, -(-num_outputs // BLOCK), BLOCK * num_inputs, _LEAST_SHARED_WEIGHTS)
+        return out
+
     def _norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor) -> None:
         num_rows, size = x.shape
         assert x.stride(1) == 1, f"strides {x.stride()}"
@@ -219,9 +249,16 @@ class Library:
         assert len(dtypes) == 1, f"tensors have dtypes {dtypes}"
         return self._functions[dtypes.pop()]
 
-    def _share(self, function: Callable[..., int], given: tuple[object, ...], num_rows: int, size: int) -> None:
-        """Call ``function`` for all rows, divided among the threads if there are many."""
-        if self._num_threads == 1 or num_rows * size < _LEAST_SHARED:
+    def _share(
+        self,
+        function: Callable[..., int],
+        given: tuple[object, ...],
+        num_rows: int,
+        size: int,
+        least: int = _LEAST_SHARED,
+    ) -> None:
+        """Call ``function`` for all rows, divided among the threads if there are at least ``least`` elements."""
+        if self._num_threads == 1 or num_rows * size < least:
             function(*given, 0, num_rows)
             return
         ends = [num_rows * part // self._num_threads for part in range(self._num_threads + 1)]

@@ -90,9 +90,10 @@ def test_weights_of_heads_are_kept_in_fp32(tmp_path: Path) -> None:
     assert isinstance(layer, LatentAttention)
     assert layer.indexer is not None
     stored = load_file(folder / "model.safetensors")["model.layers.1.self_attn.indexer.weights_proj.weight"]
-    weights = dict(layer.indexer.named_parameters())
-    assert torch.equal(weights["weights_proj.weight"], stored)
-    assert weights["wk.weight"].dtype == torch.bfloat16
+    weight = layer.indexer.weights_proj.weight
+    assert isinstance(weight, torch.Tensor)
+    assert torch.equal(weight, stored)
+    assert layer.indexer.k_norm.weight.dtype == torch.bfloat16
 
 
 def test_only_layers_with_an_indexer_store_its_keys(tmp_path: Path) -> None:

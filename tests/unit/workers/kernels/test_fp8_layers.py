@@ -16,7 +16,7 @@ from tests.fakes.fp8_checkpoints import Block, to_fp8_blocks
 from tests.fakes.fp8_products import rounded_rows
 from workers.device import CPU
 from workers.engine.weights import load_model
-from workers.layers import feed_forward, linear
+from workers.layers import feed_forward, linear, matmul
 from workers.models.decoder import DecoderModel
 from workers.quant.fp8_matrix import Fp8Matrix
 
@@ -55,7 +55,7 @@ def widths_of(model: DecoderModel) -> dict[tuple[str, str], int]:
 
 def rounding(model: DecoderModel, widths: Mapping[tuple[str, str], int]) -> Callable[..., Tensor]:
     """Return ``multiply`` for a dequantized model, with activations rounded to FP8 wherever weights could be in it."""
-    multiply = linear.multiply
+    multiply = matmul.multiply
     of_memory = {
         getattr(model.get_submodule(path), name).untyped_storage().data_ptr(): width
         for (path, name), width in widths.items()

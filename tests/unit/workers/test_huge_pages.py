@@ -1,0 +1,54 @@
+"""Huge pages: which memory Linux is asked for, and that its content stays."""
+
+import ctypes
+import mmap
+from typing import Any
+
+import pytest
+
+from transfer.backends.shared_memory import SharedMemoryBackend
+from workers.memory.huge_pages import use_huge_pages
+
+MIB = 1 << 20
+
+
+class Libc:
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def madvise(self, start: Any, num_bytes: Any, _: int) -> int:
+        self.asked.append((start.value, start.value + num_bytes.value))
+        return -1
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [(0, 1, (0, 2)), (2, 4, (2, 4)), (3, 4, (2, 4)), (3, 5, (2, 6)), (7, 12, (6, 12))],
+)
+def test_all_that_holds_a_part_of_the_memory(
+    first: int, last: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libc = Libc()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: libc)
+    use_huge_pages((64 + first) * MIB, (last - first) * MIB)
+    assert libc.asked == [((64 + expected[0]) * MIB, (64 + expected[1]) * MIB)]
+
+
+def test_content_stays() -> None:
+    content = bytes(range(256)) * (8 * MIB // 256)
+    memory = mmap.mmap(-1, len(content))
+    memory[:] = content
+    use_huge_pages(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + 3 * MIB, 2 * MIB)
+    assert memory[:] == content
+
+
+@pytest.mark.parametrize("num_bytes", [1, 5000, 5 * MIB])
+def test_shared_memory_is_writable_and_begins_where_a_huge_page_can(num_bytes: int) -> None:
+    backend = SharedMemoryBackend()
+    region = backend.allocate(num_bytes)
+    assert len(region.buffer) == num_bytes
+    assert ctypes.addressof(ctypes.c_char.from_buffer(region.buffer)) % (2 * MIB) == 0
+    region.buffer[-1] = 7
+    use_huge_pages(ctypes.addressof(ctypes.c_char.from_buffer(region.buffer)), num_bytes)
+    backend.close()
+    assert region.buffer[-1] == 7

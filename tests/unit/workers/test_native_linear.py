@@ -1,0 +1,107 @@
+"""Native products with packed weights, compared with exact ones: any sizes and strides."""
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.checkpoints import make_checkpoint
+from workers.device import CPU
+from workers.engine import few_rows
+from workers.engine.few_rows import use_native_products
+from workers.engine.weights import load_model
+from workers.layers.matmul import PackedMatrix, packed
+from workers.native.compile import CannotCompileError
+from workers.native.library import MOST_ROWS, Library
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not CPU.packs_bf16, reason="this CPU has no bf16 instructions"),
+]
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    try:
+        library = Library.load()
+    except CannotCompileError as error:
+        pytest.skip(str(error))
+    if not library.multiplies_packed:
+        pytest.skip("this CPU has no AVX512-BF16")
+    return library
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def pack(weight: torch.Tensor) -> PackedMatrix:
+    matrix = packed(weight)
+    assert isinstance(matrix, PackedMatrix)
+    return matrix
+
+
+@given(
+    num_rows=st.integers(0, MOST_ROWS),
+    num_outputs=st.integers(1, 300),
+    num_pairs=st.integers(1, 700),
+    gap=st.integers(0, 5),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+def test_products(
+    library: Library, num_rows: int, num_outputs: int, num_pairs: int, gap: int, has_bias: bool, seed: int
+) -> None:
+    weight, x = draw(seed, num_outputs, 2 * num_pairs), draw(seed + 1, num_rows, 2 * num_pairs + gap)[:, gap:]
+    bias = draw(seed + 2, num_outputs) if has_bias else None
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    product = pack(weight).multiply_few(library, x, bias)
+    assert product.shape == (num_rows, num_outputs)
+    torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=num_pairs * 1e-6)
+
+
+def test_threads_share_a_large_weight(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.native.library._LEAST_SHARED_WEIGHTS", 1 << 10)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    matrix, x = pack(draw(1, 1000, 128)), draw(2, 9, 128)
+    assert torch.equal(matrix.multiply_few(Library.load(), x), matrix.multiply_few(library, x))
+
+
+@pytest.mark.parametrize("shape", [(64, 63), (65, 2), (128, 512)])
+def test_a_layout_is_known_only_if_it_is_the_expected_one(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = draw(3, *shape)
+    assert (pack(weight).block_stride is None) == (shape[1] % 2 == 1)
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    # As if oneDNN stored rows in another order.
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda plain: reorder(plain.flip(0)))
+    assert pack(weight).block_stride is None
+
+
+@pytest.mark.parametrize("most", [0, 4, MOST_ROWS])
+def test_as_many_rows_as_are_faster(
+    most: int, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16))
+    x = model.embed_tokens(torch.arange(6))
+    before = model.logits(x)
+    monkeypatch.setattr(few_rows, "_is_faster", lambda *given: given[-1] <= most)
+    use_native_products(model, library)
+    matrices = model.packed_matrices()
+    assert len(matrices) == 4 * len(model.layers) + 1
+    assert {matrix.few_rows.most for matrix in matrices if matrix.few_rows} == {most}
+    torch.testing.assert_close(model.logits(x), before)
+    linear = Mock(wraps=library.linear)
+    monkeypatch.setattr(library, "linear", linear)
+    model.logits(x)
+    assert linear.call_count == (most >= 6)
+
+
+def test_speeds_are_measured(library: Library, tmp_path: Path) -> None:
+    model = load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16))
+    use_native_products(model, library)
+    assert all(matrix.few_rows is not None for matrix in model.packed_matrices())

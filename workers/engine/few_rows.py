@@ -1,0 +1,53 @@
+"""Choice of the products that native code computes, by measurements of this machine."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+import torch
+
+from workers.device import Device
+from workers.layers.matmul import FewRows, PackedMatrix
+from workers.models.decoder import DecoderModel
+from workers.native.library import MOST_ROWS, Library
+
+_log = logging.getLogger(__name__)
+
+_ROWS = (1, 4, 16, MOST_ROWS)
+_SAMPLE_BYTES = 64 << 20
+"""Bytes of weights to multiply by, which are more than a core's caches hold."""
+_REPEATS = 2
+
+
+def use_native_products(model: DecoderModel, library: Library) -> None:
+    """Let native code multiply few rows by packed weights, where it is faster than oneDNN."""
+    readable = [matrix for matrix in model.packed_matrices() if matrix.block_stride is not None]
+    if not readable or not library.multiplies_packed:
+        return
+    sample, num_bytes = list[PackedMatrix](), 0
+    for matrix in readable:
+        sample.append(matrix)
+        num_bytes += matrix.matrix.nbytes
+        if num_bytes >= _SAMPLE_BYTES:
+            break
+    most = max(takewhile(lambda num_rows: _is_faster(model.device, library, sample, num_rows), _ROWS), default=0)
+    for matrix in readable:
+        matrix.few_rows = FewRows(library, most)
+    _log.info("native code multiplies up to %d rows by weights", most)
+
+
+def _is_faster(device: Device, library: Library, matrices: Sequence[PackedMatrix], num_rows: int) -> bool:
+    inputs = {size: torch.zeros(num_rows, size, dtype=torch.bfloat16) for size in {each.shape[1] for each in matrices}}
+    ways: list[Callable[[PackedMatrix], object]] = [
+        lambda matrix: matrix.multiply_few(library, inputs[matrix.shape[1]]),
+        lambda matrix: matrix.multiply(inputs[matrix.shape[1]], None),
+    ]
+    least_s = [math.inf, math.inf]
+    for _ in range(_REPEATS):
+        for index, multiply in enumerate(ways):
+            start_s = device.now_s()
+            for matrix in matrices:
+                multiply(matrix)
+            least_s[index] = min(least_s[index], device.now_s() - start_s)
+    return least_s[0] < least_s[1]

@@ -1,0 +1,116 @@
+"""Products with weights: plain ones, packed ones on CPUs with bf16 instructions, and ones in FP8."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from workers.device import device_of
+from workers.native.library import BLOCK, Library
+from workers.quant.fp8_matrix import Fp8Matrix
+
+_FEW_ROWS = 2
+"""Maximum number of rows for which a CPU without bf16 arithmetic is fastest one row at a time."""
+_MANY_ROWS = 16
+"""Minimum number of rows for which a CPU without bf16 arithmetic is faster with weights converted to fp32, whose
+products run at four times the speed of bf16.
+"""
+_PART = 1 << 20
+"""Number of weight elements converted to fp32 at a time, so that they stay in the cache for the product."""
+
+
+class FewRows(NamedTuple):
+    """Native code, which is faster than oneDNN for up to ``most`` rows."""
+
+    library: Library
+    most: int
+
+
+@dataclass(slots=True)
+class PackedMatrix:
+    """Matrix [outputs, inputs] in bf16, in the layout in which oneDNN multiplies."""
+
+    matrix: Tensor
+    address: int
+    block_stride: int | None
+    """Number of elements from one block of outputs to the next if the elements are laid out as
+    ``[outputs / BLOCK, inputs / 2, BLOCK, 2]``, padded with zeros. None if they are laid out in another way.
+    """
+    few_rows: FewRows | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.matrix.shape
+
+    def rows(self, outputs: slice) -> Tensor:
+        """Return a plain copy of some outputs' rows."""
+        return self.matrix.to_dense()[outputs]
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.few_rows is not None and len(x) <= self.few_rows.most:
+            return self.multiply_few(self.few_rows.library, x, bias)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.matrix, bias, "none", [], "")
+        return product
+
+    def multiply_few(self, library: Library, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply with native code, which must know the layout."""
+        assert self.block_stride is not None, "the layout is another one"
+        return library.linear(x, self.address, self.matrix.shape[0], self.block_stride, bias)
+
+
+Matrix = Tensor | Fp8Matrix | PackedMatrix
+
+
+def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """Return x [R, inputs] @ weight.T + bias, summed in fp32 and rounded once, on every device.
+
+    With a weight in FP8, ``x`` is first rounded to FP8, with a scale per row and group of inputs.
+    """
+    if isinstance(weight, PackedMatrix):
+        return weight.multiply(x, bias)
+    if isinstance(weight, Fp8Matrix):
+        from workers.kernels.fp8 import fp8_matmul
+
+        return fp8_matmul(x, weight.values, weight.scales, weight.width, bias)
+    if x.dtype != torch.bfloat16 or device_of(x).multiplies_bf16:
+        return functional.linear(x, weight, bias)
+    if len(x) <= _FEW_ROWS and bias is None:
+        return torch.stack([torch.mv(weight, row) for row in x]) if len(x) else x.new_empty(0, len(weight))
+    return functional.linear(x, weight, bias) if len(x) < _MANY_ROWS else _multiply_in_fp32(x, weight, bias)
+
+
+def _multiply_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide, out = x.float(), x.new_empty(len(x), len(weight))
+    step = max(_PART // weight.shape[1], 1)
+    for begin in range(0, len(weight), step):
+        part = slice(begin, begin + step)
+        out[:, part] = functional.linear(wide, weight[part].float(), None if bias is None else bias[part].float())
+    return out
+
+
+def packed(weight: Tensor) -> Tensor | PackedMatrix:
+    """Rearrange a weight [outputs, inputs] for ``multiply``, if oneDNN would otherwise do so in every call."""
+    weight = weight.detach()
+    if weight.dtype != torch.bfloat16 or not device_of(weight).packs_bf16:
+        return weight
+    matrix = torch.ops.mkldnn._reorder_linear_weight(weight)
+    address, size = torch.ops.mkldnn.data_ptr(matrix), torch.ops.mkldnn._nbytes(matrix) // weight.itemsize
+    block_stride = size // -(-len(weight) // BLOCK)
+    memory = torch.frombuffer((ctypes.c_int16 * size).from_address(address), dtype=torch.bfloat16)
+    return PackedMatrix(matrix, address, block_stride if _is_in_blocks(memory, weight, block_stride) else None)
+
+
+def _is_in_blocks(memory: Tensor, weight: Tensor, block_stride: int) -> bool:
+    """Return whether a packed weight is in blocks. OneDNN chooses the layout by the processor, and does not name it."""
+    num_inputs, depth = weight.shape[1], block_stride // BLOCK
+    if num_inputs % 2 or depth % 2 or depth < num_inputs or len(memory) % block_stride:
+        return False
+    for found, rows in zip(torch.split(memory, block_stride), torch.split(weight, BLOCK), strict=True):
+        block = functional.pad(rows, (0, depth - num_inputs, 0, BLOCK - len(rows)))
+        expected = block.view(BLOCK, depth // 2, 2).transpose(0, 1)
+        if not torch.equal(found.view(torch.int16), expected.reshape(-1).view(torch.int16)):
+            return False
+    return True

@@ -1,0 +1,21 @@
+"""Huge pages for host memory that the CPU computes with."""
+
+import ctypes
+import sys
+
+_HUGE_PAGE = 2 << 20
+_COLLAPSE = 25
+"""MADV_COLLAPSE of madvise(2), in Linux 6.1 and later."""
+
+
+def use_huge_pages(address: int, num_bytes: int) -> None:
+    """Put memory into huge pages as far as Linux can, with all that lies in the same 2 MiB. Its content stays.
+
+    A core reads such memory up to twice as fast, since it looks up fewer addresses. Linux allocates huge pages only to
+    programs that ask for them, and none to shared memory, by default.
+    """
+    if sys.platform != "linux":
+        return
+    start = address // _HUGE_PAGE * _HUGE_PAGE
+    end = -(-(address + num_bytes) // _HUGE_PAGE) * _HUGE_PAGE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _COLLAPSE)

@@ -1,0 +1,63 @@
+// Products of a few rows with a weight in bf16, which take as long as reading the weight. The source file defines
+// Element, the type of all numbers, and EXPORT. Only for CPUs with AVX512-BF16.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t kOutputs = 64;           // Outputs per block of the weight.
+constexpr int64_t kParts = kOutputs / kLanes;
+constexpr int64_t kMostTogether = 6;     // Rows whose sums fit into registers.
+constexpr int64_t kDepth = 512;          // Inputs whose weights stay in the cache until all rows have met them.
+constexpr int64_t kMostRows = 64;
+
+// Add products with the inputs of a block to the sums of Rows rows.
+template <int64_t Rows>
+void add_products(const Element* x, int64_t stride, const Element* weight, int64_t num_inputs, float* sums) {
+  __m512 sum[Rows][kParts];
+  for (int64_t row = 0; row < Rows; ++row)
+    for (int64_t v = 0; v < kParts; ++v) sum[row][v] = _mm512_loadu_ps(sums + row * kOutputs + v * kLanes);
+  for (int64_t i = 0; i < num_inputs; i += 2) {
+    __m512bh weights[kParts];
+    for (int64_t v = 0; v < kParts; ++v)
+      weights[v] = (__m512bh)_mm512_loadu_si512(weight + i * kOutputs + v * kPairs);
+    for (int64_t row = 0; row < Rows; ++row) {
+      int32_t pair;
+      std::memcpy(&pair, x + row * stride + i, sizeof pair);
+      for (int64_t v = 0; v < kParts; ++v)
+        sum[row][v] = _mm512_dpbf16_ps(sum[row][v], weights[v], (__m512bh)_mm512_set1_epi32(pair));
+    }
+  }
+  for (int64_t row = 0; row < Rows; ++row)
+    for (int64_t v = 0; v < kParts; ++v) _mm512_storeu_ps(sums + row * kOutputs + v * kLanes, sum[row][v]);
+}
+
+constexpr decltype(&add_products<1>) kAddProducts[] = {add_products<1>, add_products<2>, add_products<3>,
+                                                       add_products<4>, add_products<5>, add_products<6>};
+
+}  // namespace
+
+// Compute blocks begin to end of x [num_rows, num_inputs] @ weight.T + bias, or without a bias if it is null. Blocks of
+// the weight are [inputs / 2, kOutputs, 2]: pairs of inputs side by side, as the instruction takes them. They are
+// `block_stride` elements apart, and outputs beyond num_outputs are zeros. num_inputs is even.
+extern "C" void EXPORT(linear)(const Element* x, const Element* weight, const Element* bias, Element* out,
+                               int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int64_t x_stride,
+                               int64_t block_stride, int64_t begin, int64_t end) {
+  float sums[kMostRows * kOutputs];
+  const int64_t num_groups = round_up(num_rows, kMostTogether) / kMostTogether;
+  for (int64_t block = begin; block < end; ++block) {
+    std::fill(sums, sums + num_rows * kOutputs, 0.0f);
+    for (int64_t i = 0; i < num_inputs; i += kDepth)
+      for (int64_t group = 0; group < num_groups; ++group) {
+        const int64_t row = num_rows * group / num_groups, next = num_rows * (group + 1) / num_groups;
+        kAddProducts[next - row - 1](x + row * x_stride + i, x_stride, weight + block * block_stride + i * kOutputs,
+                                     std::min(kDepth, num_inputs - i), sums + row * kOutputs);
+      }
+    const int64_t first = block * kOutputs, size = std::min(kOutputs, num_outputs - first);
+    for (int64_t row = 0; row < num_rows; ++row)
+      for (int64_t j = 0; j < size; ++j)
+        set(out[row * num_outputs + first + j], sums[row * kOutputs + j] + (bias ? as_float(bias[first + j]) : 0.0f));
+  }
+}
