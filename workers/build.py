@@ -90,6 +90,7 @@ def _make_decode_leader(
         rank.layout.page_size,
         config.decode.chunk_tokens,
         config.decode.max_requests,
+        efficient_share=efficient_share(rank.model_shape, rank.rates, spec.sizes.cp, config.decode.chunk_tokens),
         depth=depth,
         runs_ahead=depth > spec.sizes.pp,
     )

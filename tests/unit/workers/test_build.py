@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Role, Room
+from cluster.spec.kv import PoolLayout
 from cluster.spec.messages import Submit, TableUpdate
 from cluster.spec.registry import RankRecord, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
@@ -53,21 +54,25 @@ def plan_of(*prompt_lens: int, **prefill: Any) -> StepPlan:
     records = [
         make_record(spec.replica, rank, spec.sizes, layout=layout, ownership=spec.ownership) for rank in range(CP)
     ]
-    rank: Any = SimpleNamespace(
-        layout=layout,
-        model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=LONGEST)),
-        model_shape=SHAPE,
-        rates=Rates(step_s=0.1),
-        backend=SimpleNamespace(settle_s=1.0),
-        step_recorder=SimpleNamespace(recorder=None),
-    )
-    leader = make_leader(spec, rank, records)
+    leader = make_leader(spec, loaded_rank(layout, Rates(step_s=0.1)), records)
     leader.on_message(table(records), 0.0)
     for room, prompt_len in enumerate(prompt_lens, 1):
         leader.on_message(submit(Room(room), records, prompt_len), 0.0)
         leader.on_message(ticket(Room(room), prompt_len), 0.0)
     (plan,) = leader.next_plans()
     return plan
+
+
+def loaded_rank(layout: PoolLayout, rates: Rates) -> Any:
+    return SimpleNamespace(
+        layout=layout,
+        model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=LONGEST)),
+        runner=SimpleNamespace(is_asynchronous=False),
+        model_shape=SHAPE,
+        rates=rates,
+        backend=SimpleNamespace(settle_s=1.0),
+        step_recorder=SimpleNamespace(recorder=None),
+    )
 
 
 def peer(record: RankRecord) -> Peer:
@@ -133,6 +138,21 @@ def test_auto_shards_only_steps_that_benefit(prefill: dict[str, str]) -> None:
 )
 def test_mode_and_passing_follow_the_file(mode: CpMode, passing: PassingSetting, planned: Passing | None) -> None:
     assert plan_of(64, strategy=StrategySetting.ZIGZAG, mode=mode, passing=passing).shape.passing is planned
+
+
+@pytest.mark.parametrize(("fixed_s", "least", "most"), [(0.005, 20, 39), (1.0, 80, 80)])
+def test_decode_computes_as_many_prompts_in_a_step_as_make_it_efficient(fixed_s: float, least: int, most: int) -> None:
+    spec = lone_worker(DeployConfig(), Role.DECODE)
+    layout = msgspec.structs.replace(LAYOUT, num_pages=64)
+    records = [make_record(spec.replica, 0, spec.sizes, layout=layout)]
+    rates = Rates(step_s=fixed_s, linear_flops_per_s=2e10, exchange_s=0.0)
+    leader = make_leader(spec, loaded_rank(layout, rates), records)
+    for room in range(1, 5):
+        alone = msgspec.structs.replace(submit(Room(room), records, 20), prefill=None, decode=peer(records[0]))
+        leader.on_message(alone, 0.0)
+    leader.tick(0.0)
+    (plan,) = leader.next_plans()
+    assert least <= sum(len(request.token_ids) for request in plan.scheduled) <= most
 
 
 @pytest.mark.parametrize(("mode", "num_tokens"), [(CpMode.GATHER, 120), (CpMode.RING, LONGEST)])
