@@ -24,20 +24,18 @@ from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.device import Device, open_device
 from workers.engine.calibration import measured_rates
 from workers.engine.decode_graphs import Capture, GraphCapture
-from workers.engine.few_rows import use_native_products
+from workers.engine.native_kernels import use_native_kernels
 from workers.engine.pool_memory import pool_memory_gib
 from workers.engine.rank_groups import RankGroups, join_groups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
-from workers.kernels import elementwise
 from workers.memory.copy import PinnedMemory
 from workers.memory.huge_pages import use_huge_pages
 from workers.memory.peer_memory import PeerMemory, open_peer_memory
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
-from workers.native.library import Library
 from workers.parallel.groups import ReplicaStore, leave_store
 from workers.trace.step_recorder import StepRecorder
 
@@ -161,9 +159,7 @@ def _open_attention(spec: WorkerSpec, model: DecoderModel, needs: Set[Feature]) 
     choice = choose_backend(setting, model.device, model.dtype, needs, model.attention)
     _log.info("attention backend %s: %s", choice.name, choice.reason)
     if "native" in choice.name:
-        library = Library.load()
-        elementwise.register(model.device, model.dtype, library)
-        use_native_products(model, library)
+        use_native_kernels(model)
     return choice.backend
 
 

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -80,14 +80,18 @@ def engine(
     prompt_len: PromptLens = "8192,32768,131072",
     output_len: Annotated[int, typer.Option(help="Number of output tokens.", min=2)] = 64,
     rounds: Rounds = 3,
-    device: Annotated[Device, typer.Option(help="Device: cuda (bf16) or cpu (fp32).")] = Device.CUDA,
+    device: Annotated[Device, typer.Option(help="Device: cuda or cpu.")] = Device.CUDA,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(help="Number format. With auto, it is bfloat16 on a GPU and float32 on a CPU."),
+    ] = "auto",
     as_json: Json = False,
 ) -> None:
     """Benchmark one request on one device, and compare it with the device's limits and the transformers library."""
     _check_models("--model", [model])
     lens = _parse_lens(prompt_len, _MAX_LEN - output_len)
     with _bench_worker("workers.bench.engine:EngineBench") as ask:
-        ask("make", model, device, max(lens) + output_len)
+        ask("make", model, device, max(lens) + output_len, dtype)
         print_results("device", [ask("limits")], as_json=as_json)
         results = (ask("measure", length, output_len, rounds) for length in lens)
         print_results(f"medians of {rounds} rounds", results, as_json=as_json)

@@ -21,14 +21,13 @@ from workers.context_parallel.cost_model import StrategyChoice, StrategyChooser
 from workers.context_parallel.shard_plan import dummy_request
 from workers.device import CPU, use_cpu
 from workers.engine.calibration import calibrate
+from workers.engine.native_kernels import use_native_kernels
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import random_model, torch_dtype
-from workers.kernels import elementwise
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
-from workers.native.library import Library
 from workers.parallel.collectives import Communicator, ModelGroups
 from workers.parallel.groups import ReplicaStore, join_group, join_store, open_store
 
@@ -56,7 +55,7 @@ class CpBenchRank:
         needs, shape = needs_of(geometry.groups, self._model.device), self._model.attention
         attention = choose_backend(AttentionSetting.AUTO, self._model.device, self._model.dtype, needs, shape)
         if "native" in attention.name:
-            elementwise.register(CPU, self._model.dtype, Library.load())
+            use_native_kernels(self._model)
         self._backend = attention.backend
         self._store: ReplicaStore | None = None
         self._groups: dict[int, tuple[RankGroups, ModelRunner, StrategyChooser]] = {}

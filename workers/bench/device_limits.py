@@ -7,6 +7,7 @@ from statistics import median
 import torch
 
 from workers.bench.results import DeviceLimits
+from workers.memory.huge_pages import use_huge_pages
 
 Launch = Callable[[], object]
 
@@ -19,7 +20,7 @@ _SLEEP_CYCLES = 4_000_000
 _MATRIX = 8192
 _COPY_BYTES = 1 << 30
 _CPU_MATRIX = 1024
-_CPU_COPY_BYTES = 64 << 20
+_CPU_READ_BYTES = 256 << 20
 _CPU_REPEATS = 5
 
 
@@ -59,14 +60,15 @@ def gpu_limits(device: torch.device, timer: GpuTimer) -> DeviceLimits:
     )
 
 
-def cpu_limits() -> DeviceLimits:
-    a, b = torch.randn(2, _CPU_MATRIX, _CPU_MATRIX)
-    source = torch.ones(_CPU_COPY_BYTES, dtype=torch.uint8)
-    target = source.clone()
+def cpu_limits(dtype: torch.dtype) -> DeviceLimits:
+    """Measure matrix products, and the rate at which one thread reads memory in huge pages."""
+    a, b = torch.randn(2, _CPU_MATRIX, _CPU_MATRIX).to(dtype)
+    source = torch.ones(_CPU_READ_BYTES // 8, dtype=torch.int64)
+    use_huge_pages(source.data_ptr(), source.nbytes)
     return DeviceLimits(
         device="one CPU thread",
         flops_per_s=2 * _CPU_MATRIX**3 / min(_seconds(lambda: a @ b) for _ in range(_CPU_REPEATS)),
-        bytes_per_s=2 * _CPU_COPY_BYTES / min(_seconds(lambda: target.copy_(source)) for _ in range(_CPU_REPEATS)),
+        bytes_per_s=_CPU_READ_BYTES / min(_seconds(source.sum) for _ in range(_CPU_REPEATS)),
     )
 
 

@@ -21,9 +21,10 @@ from workers.context_parallel.shard_plan import make_step_shape
 from workers.device import open_device, use_cpu
 from workers.engine.batch import BegunStep
 from workers.engine.decode_graphs import GraphCapture
+from workers.engine.native_kernels import use_native_kernels
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
-from workers.engine.weights import random_model
+from workers.engine.weights import random_model, torch_dtype
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.models.registry import parse_model_config
@@ -42,7 +43,7 @@ class Timed(NamedTuple):
 
 
 class TransformersPeer:
-    """Transformers model that shares the engine's weights."""
+    """Transformers model with the engine's weights, which must not be packed yet."""
 
     def __init__(self, raw: Mapping[str, Any], model: DecoderModel) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -79,22 +80,28 @@ class TransformersPeer:
 
 
 class EngineBench:
-    """Model with random weights: in bf16 on a GPU; in fp32 on a CPU, so that both engines produce the same tokens."""
+    """Model with random weights. In fp32, both engines produce the same tokens."""
 
-    def __init__(self, name: str, device: Device, most_tokens: int) -> None:
-        """Load the model for requests of up to ``most_tokens`` tokens. Raises UserError if the device is missing."""
+    def __init__(self, name: str, device: Device, most_tokens: int, dtype_name: str = "auto") -> None:
+        """Load the model for requests of up to ``most_tokens`` tokens. Raises UserError if the device is missing.
+
+        The format ``auto`` is bf16 on a GPU and fp32 on a CPU.
+        """
         opened = open_device(device)
         use_cpu(1)  # same as a worker's default
         self._name = name
         # Measured first, while memory is free.
-        self._limits = (
-            gpu_limits(opened.torch_device, GpuTimer(opened.torch_device)) if device is Device.CUDA else cpu_limits()
-        )
-        dtype = torch.bfloat16 if device is Device.CUDA else torch.float32
+        if device is Device.CUDA:
+            dtype = torch_dtype("bfloat16" if dtype_name == "auto" else dtype_name)
+            self._limits = gpu_limits(opened.torch_device, GpuTimer(opened.torch_device))
+        else:
+            dtype = torch_dtype("float32" if dtype_name == "auto" else dtype_name)
+            self._limits = cpu_limits(dtype)
         raw = SHAPES[name].config_json()
         self._model = random_model(parse_model_config(raw), dtype, opened)
-        self._runner = _make_runner(self._model, most_tokens)
         self._peer = TransformersPeer(raw, self._model)
+        self._model.pack()
+        self._runner = _make_runner(self._model, most_tokens)
 
     def close(self) -> None:
         """Do nothing. Everything is released when the process exits."""
@@ -177,6 +184,8 @@ def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
     pool = PagePool.of_one_rank(geometry, pages_for(most_tokens, _PAGE_SIZE), model.device.torch_device)
     needs = needs_of(geometry.groups, model.device)
     attention = choose_backend(AttentionSetting.AUTO, model.device, model.dtype, needs, model.attention)
+    if "native" in attention.name:
+        use_native_kernels(model)
     runner = ModelRunner(model, pool, attention.backend, RankGroups())
     runner.warm_up()
     if model.device.has_kernels:

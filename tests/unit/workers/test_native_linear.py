@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.fakes.checkpoints import make_checkpoint
 from workers.device import CPU
-from workers.engine import few_rows
-from workers.engine.few_rows import use_native_products
+from workers.engine import native_kernels
+from workers.engine.native_kernels import use_native_products
 from workers.engine.weights import load_model
 from workers.layers.matmul import PackedMatrix, packed
 from workers.native.compile import CannotCompileError
@@ -89,7 +89,7 @@ def test_as_many_rows_as_are_faster(
     model = load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16))
     x = model.embed_tokens(torch.arange(6))
     before = model.logits(x)
-    monkeypatch.setattr(few_rows, "_is_faster", lambda *given: given[-1] <= most)
+    monkeypatch.setattr(native_kernels, "_is_faster", lambda *given: given[-1] <= most)
     use_native_products(model, library)
     matrices = model.packed_matrices()
     assert len(matrices) == 4 * len(model.layers) + 1

@@ -1,4 +1,4 @@
-"""Choice of the products that native code computes, by measurements of this machine."""
+"""Use of native code on CPUs: elementwise kernels, and products of few rows where they are faster on this machine."""
 
 import logging
 import math
@@ -8,6 +8,7 @@ from itertools import takewhile
 import torch
 
 from workers.device import Device
+from workers.kernels import elementwise
 from workers.layers.matmul import FewRows, PackedMatrix
 from workers.models.decoder import DecoderModel
 from workers.native.library import MOST_ROWS, Library
@@ -18,6 +19,13 @@ _ROWS = (1, 4, 16, MOST_ROWS)
 _SAMPLE_BYTES = 64 << 20
 """Bytes of weights to multiply by, which are more than a core's caches hold."""
 _REPEATS = 2
+
+
+def use_native_kernels(model: DecoderModel) -> None:
+    """Let native code compute what it computes faster than torch. Raises CannotCompileError."""
+    library = Library.load()
+    elementwise.register(model.device, model.dtype, library)
+    use_native_products(model, library)
 
 
 def use_native_products(model: DecoderModel, library: Library) -> None:
