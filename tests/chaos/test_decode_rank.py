@@ -44,11 +44,10 @@ def test_a_decode_rank_is_killed_under_eight_streams(cluster: RunningCluster) ->
     streams = rehearsed(cluster)
     with Crowd(cluster.url, streams) as crowd:
         cluster.wait_until(lambda: crowd.have_tokens(3), 300)
-        open_streams = [stream for stream in crowd.streams if not stream.end]
-        victim = next(stream.decode for stream in open_streams if not stream.sampling)
-        lost = [stream for stream in open_streams if stream.decode == victim]
-        before = Before(cluster, victim)
-        proof = kill(f"{victim} rank 0", pid_of(cluster, victim))
+        victim = next(stream.decode for stream in crowd.streams if not (stream.end or stream.sampling))
+        before, pid = Before(cluster, victim), pid_of(cluster, victim)
+        lost = [stream for stream in crowd.streams if stream.decode == victim and not stream.end]
+        proof = kill(f"{victim} rank 0", pid)
         detection_s = before.wait_detected()
     assert any(stream.sampling for stream in lost), "only greedy streams lost their replica"
     line = before.line("kill a decode rank", crowd, proof, detection_s, before.wait_recovered())

@@ -47,7 +47,7 @@ def main(folder: str, axes: Mapping[str, int], global_rank: int, dtype: str, rea
     sys.stdin.readline()
     files = [path.read_bytes() for path in Path(folder).glob("*.safetensors")] if reads_whole_files else []
     model = load_model(Path(folder), dtype=torch_dtype(dtype), groups=groups)
-    weights = list(model.parameters())
+    weights = [*model.parameters(), *(packed.matrix for packed in model.packed_matrices())]
     # All experts share one tensor.
     largest = max(weight.nbytes // (len(weight) if weight.dim() == 3 else 1) for weight in weights)
     print(sum(weight.nbytes for weight in weights), largest, flush=True)

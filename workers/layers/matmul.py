@@ -50,7 +50,7 @@ class PackedMatrix:
         return self.matrix.to_dense()[outputs]
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.few_rows is not None and len(x) <= self.few_rows.most:
+        if self.few_rows is not None and x.shape[0] <= self.few_rows.most:
             return self.multiply_few(self.few_rows.library, x, bias)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.matrix, bias, "none", [], "")
         return product

@@ -244,10 +244,10 @@ class Library:
         function = self._functions_for(x, weight, *() if y is None else (y,)).rms_norm
         self._share(function, (*pointers, size, x.stride(0), y_stride, eps), num_rows, size)
 
-    def _functions_for(self, *tensors: Tensor) -> _Functions:
-        dtypes = {x.dtype for x in tensors}
-        assert len(dtypes) == 1, f"tensors have dtypes {dtypes}"
-        return self._functions[dtypes.pop()]
+    def _functions_for(self, x: Tensor, *others: Tensor) -> _Functions:
+        for other in others:
+            assert other.dtype == x.dtype, f"tensors have dtypes {x.dtype} and {other.dtype}"
+        return self._functions[x.dtype]
 
     def _share(
         self,
