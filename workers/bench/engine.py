@@ -25,6 +25,7 @@ from workers.engine.native_kernels import use_native_kernels
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import random_model, torch_dtype
+from workers.memory.huge_pages import use_huge_pages
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.models.registry import parse_model_config
@@ -182,6 +183,8 @@ def num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
 def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
     geometry = model.config.kv_geometry("bench", str(model.dtype).removeprefix("torch."), _PAGE_SIZE)
     pool = PagePool.of_one_rank(geometry, pages_for(most_tokens, _PAGE_SIZE), model.device.torch_device)
+    if not model.device.has_own_memory:
+        use_huge_pages(pool.bytes.data_ptr(), pool.bytes.nbytes)
     needs = needs_of(geometry.groups, model.device)
     attention = choose_backend(AttentionSetting.AUTO, model.device, model.dtype, needs, model.attention)
     if "native" in attention.name:

@@ -49,7 +49,7 @@ def _is_faster(device: Device, library: Library, matrices: Sequence[PackedMatrix
     inputs = {size: torch.zeros(num_rows, size, dtype=torch.bfloat16) for size in {each.shape[1] for each in matrices}}
     ways: list[Callable[[PackedMatrix], object]] = [
         lambda matrix: matrix.multiply_few(library, inputs[matrix.shape[1]]),
-        lambda matrix: matrix.multiply(inputs[matrix.shape[1]], None),
+        lambda matrix: matrix.multiply_many(inputs[matrix.shape[1]]),
     ]
     least_s = [math.inf, math.inf]
     for _ in range(_REPEATS):

@@ -19,7 +19,6 @@ from workers.device import CPU, Device
 from workers.engine.checkpoint_files import CheckpointError, StoredTensor, open_reader, shortened, stored_tensors
 from workers.engine.fp8_weights import keep_fp8
 from workers.layers.shard import ShardedLayer, WeightShard
-from workers.memory.huge_pages import use_huge_pages
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
@@ -61,18 +60,9 @@ def load_model(
     num_bytes = sum(shard.target.nbytes for shard in model.weights().values())
     in_fp8 = f", {model.fp8_bytes / GIB:.3g} GiB of them in FP8" if model.fp8_bytes else ""
     model.pack()
-    if not device.has_own_memory:
-        _use_huge_pages(model)
     _log.info("weights are stored as %s and kept in %s", config.weight_format, str(dtype).removeprefix("torch."))
     _log.info("loaded %.3g GiB of weights%s in %.3g s", num_bytes / GIB, in_fp8, time.monotonic() - start_s)
     return model
-
-
-def _use_huge_pages(model: DecoderModel) -> None:
-    for parameter in model.parameters():
-        use_huge_pages(parameter.data_ptr(), parameter.nbytes)
-    for packed in model.packed_matrices():
-        use_huge_pages(packed.address, packed.matrix.nbytes)
 
 
 def allocate(model: DecoderModel, dtype: torch.dtype, device: Device) -> None:

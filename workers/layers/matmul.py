@@ -52,13 +52,17 @@ class PackedMatrix:
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.few_rows is not None and x.shape[0] <= self.few_rows.most:
             return self.multiply_few(self.few_rows.library, x, bias)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.matrix, bias, "none", [], "")
-        return product
+        return self.multiply_many(x, bias)
 
     def multiply_few(self, library: Library, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply with native code, which must know the layout."""
         assert self.block_stride is not None, "the layout is another one"
         return library.linear(x, self.address, self.matrix.shape[0], self.block_stride, bias)
+
+    def multiply_many(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply with oneDNN."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.matrix, bias, "none", [], "")
+        return product
 
 
 Matrix = Tensor | Fp8Matrix | PackedMatrix

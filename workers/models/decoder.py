@@ -14,6 +14,7 @@ from workers.layers.linear import Embedding, LinearLayer, RMSNorm
 from workers.layers.matmul import PackedMatrix
 from workers.layers.projections import Projections, make_projections
 from workers.layers.shard import ShardedLayer, WeightShard
+from workers.memory.huge_pages import use_huge_pages
 from workers.models.interface import DecoderConfig
 from workers.parallel.collectives import Lens, ModelGroups
 from workers.quant.fp8_matrix import Fp8Matrix
@@ -169,9 +170,14 @@ class DecoderModel(nn.Module):
         return [matrix for matrix in matrices if isinstance(matrix, PackedMatrix)]
 
     def pack(self) -> None:
-        """Rearrange loaded weights for speed."""
+        """Rearrange loaded weights for speed, and in host memory, put them into huge pages."""
         for module in self.modules():
             if isinstance(module, LinearLayer):
                 module.pack()
         if self.is_last:
             self.lm_head.pack(is_read=self.is_first and self.config.tie_word_embeddings)
+        if not self.device.has_own_memory:
+            for parameter in self.parameters():
+                use_huge_pages(parameter.data_ptr(), parameter.nbytes)
+            for packed in self.packed_matrices():
+                use_huge_pages(packed.address, packed.matrix.nbytes)
