@@ -1,7 +1,7 @@
 """Compute side of a worker: its model, process groups, page pool, and runner."""
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +18,12 @@ from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend
 from transfer.backends.registry import make_backend
-from workers.attention.interface import AttentionBackend, Feature
-from workers.attention.registry import choose_backend, needs_of
+from workers.attention.interface import AttentionBackend
 from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.device import Device, open_device
 from workers.engine.calibration import measured_rates
 from workers.engine.decode_graphs import Capture, GraphCapture
-from workers.engine.native_kernels import use_native_kernels
+from workers.engine.native_kernels import choose_kernels
 from workers.engine.pool_memory import pool_memory_gib
 from workers.engine.rank_groups import RankGroups, join_groups
 from workers.engine.runner import ModelRunner
@@ -108,8 +107,7 @@ def _load(
     geometry = model_config.kv_geometry(config.model.name, dtype_name, config.kv.page_size)
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
-    needs = needs_of(geometry.groups, device)
-    attention = _open_attention(spec, model, needs)
+    attention = _open_attention(spec, model, geometry)
     make_capture = _capture_maker(spec, device, has_windows=geometry.has_windows)
     memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)
     layout = _pool_layout(spec, geometry, memory_gib)
@@ -153,13 +151,9 @@ def _load(
     )
 
 
-def _open_attention(spec: WorkerSpec, model: DecoderModel, needs: Set[Feature]) -> AttentionBackend:
-    """Return the attention backend. If its library has other kernels, use them too."""
-    setting = spec.config.resources.attention
-    choice = choose_backend(setting, model.device, model.dtype, needs, model.attention)
+def _open_attention(spec: WorkerSpec, model: DecoderModel, geometry: KvGeometry) -> AttentionBackend:
+    choice = choose_kernels(spec.config.resources.attention, model, geometry)
     _log.info("attention backend %s: %s", choice.name, choice.reason)
-    if "native" in choice.name:
-        use_native_kernels(model)
     return choice.backend
 
 

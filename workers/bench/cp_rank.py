@@ -15,13 +15,12 @@ from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import NewRequest, StepPlan
 from cluster.spec.strategy import Collectives, CpMode, ShardLinear, StrategySetting
-from workers.attention.registry import choose_backend, needs_of
 from workers.bench.results import StepTime, Way
 from workers.context_parallel.cost_model import StrategyChoice, StrategyChooser
 from workers.context_parallel.shard_plan import dummy_request
 from workers.device import CPU, use_cpu
 from workers.engine.calibration import calibrate
-from workers.engine.native_kernels import use_native_kernels
+from workers.engine.native_kernels import choose_kernels
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import random_model, torch_dtype
@@ -52,11 +51,7 @@ class CpBenchRank:
         self._model = self._make_model(ModelGroups())
         geometry = config.kv_geometry("bench", config.dtype, _PAGE_SIZE)
         self._pool = PagePool.of_one_rank(geometry, pages_for(max_len, _PAGE_SIZE))
-        needs, shape = needs_of(geometry.groups, self._model.device), self._model.attention
-        attention = choose_backend(AttentionSetting.AUTO, self._model.device, self._model.dtype, needs, shape)
-        if "native" in attention.name:
-            use_native_kernels(self._model)
-        self._backend = attention.backend
+        self._backend = choose_kernels(AttentionSetting.AUTO, self._model, geometry).backend
         self._store: ReplicaStore | None = None
         self._groups: dict[int, tuple[RankGroups, ModelRunner, StrategyChooser]] = {}
 

@@ -13,7 +13,6 @@ from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepPlan
-from workers.attention.registry import choose_backend, needs_of
 from workers.bench.device_limits import GpuTimer, cpu_limits, gpu_limits
 from workers.bench.results import DeviceLimits, EngineResult
 from workers.bench.shapes import SHAPES
@@ -21,7 +20,7 @@ from workers.context_parallel.shard_plan import make_step_shape
 from workers.device import open_device, use_cpu
 from workers.engine.batch import BegunStep
 from workers.engine.decode_graphs import GraphCapture
-from workers.engine.native_kernels import use_native_kernels
+from workers.engine.native_kernels import choose_kernels
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import random_model, torch_dtype
@@ -185,11 +184,8 @@ def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
     pool = PagePool.of_one_rank(geometry, pages_for(most_tokens, _PAGE_SIZE), model.device.torch_device)
     if not model.device.has_own_memory:
         use_huge_pages(pool.bytes.data_ptr(), pool.bytes.nbytes)
-    needs = needs_of(geometry.groups, model.device)
-    attention = choose_backend(AttentionSetting.AUTO, model.device, model.dtype, needs, model.attention)
-    if "native" in attention.name:
-        use_native_kernels(model)
-    runner = ModelRunner(model, pool, attention.backend, RankGroups())
+    attention = choose_kernels(AttentionSetting.AUTO, model, geometry).backend
+    runner = ModelRunner(model, pool, attention, RankGroups())
     runner.warm_up()
     if model.device.has_kernels:
         runner.capture_decode(1, GraphCapture(torch.cuda.Stream(model.device.torch_device)))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Use of native code on CPUs: elementwise kernels, and products of few rows where they are faster on this machine."""
+"""Choice of a model's kernels: the attention backend, and on CPUs native code, as far as it is faster than torch."""
 
 import logging
 import math
@@ -7,6 +7,9 @@ from itertools import takewhile
 
 import torch
 
+from cluster.spec.config import AttentionSetting
+from cluster.spec.kv import KvGeometry
+from workers.attention.registry import BackendChoice, choose_backend, needs_of
 from workers.device import Device
 from workers.kernels import elementwise
 from workers.layers.matmul import FewRows, PackedMatrix
@@ -21,11 +24,15 @@ _SAMPLE_BYTES = 64 << 20
 _REPEATS = 2
 
 
-def use_native_kernels(model: DecoderModel) -> None:
-    """Let native code compute what it computes faster than torch. Raises CannotCompileError."""
-    library = Library.load()
-    elementwise.register(model.device, model.dtype, library)
-    use_native_products(model, library)
+def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvGeometry) -> BackendChoice:
+    """Choose the attention backend. If it is native code, let this also compute norms, gates and products."""
+    needs = needs_of(geometry.groups, model.device)
+    choice = choose_backend(setting, model.device, model.dtype, needs, model.attention)
+    if "native" in choice.name:
+        library = Library.load()
+        elementwise.register(model.device, model.dtype, library)
+        use_native_products(model, library)
+    return choice
 
 
 def use_native_products(model: DecoderModel, library: Library) -> None:

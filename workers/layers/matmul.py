@@ -114,7 +114,7 @@ def _is_in_blocks(memory: Tensor, weight: Tensor, block_stride: int) -> bool:
         return False
     for found, rows in zip(torch.split(memory, block_stride), torch.split(weight, BLOCK), strict=True):
         block = functional.pad(rows, (0, depth - num_inputs, 0, BLOCK - len(rows)))
-        expected = block.view(BLOCK, depth // 2, 2).transpose(0, 1)
-        if not torch.equal(found.view(torch.int16), expected.reshape(-1).view(torch.int16)):
+        # Each pair of inputs is one number.
+        if not torch.equal(found.view(torch.int32).view(depth // 2, BLOCK), block.view(torch.int32).T.contiguous()):
             return False
     return True

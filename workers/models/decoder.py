@@ -156,8 +156,7 @@ class DecoderModel(nn.Module):
     @property
     def fp8_bytes(self) -> int:
         """Return the bytes of the matrices in FP8 and their scales."""
-        matrices = [value for module in self.modules() for value in vars(module).values()]
-        return sum(matrix.nbytes for matrix in matrices if isinstance(matrix, Fp8Matrix))
+        return sum(matrix.nbytes for matrix in self._attributes() if isinstance(matrix, Fp8Matrix))
 
     @property
     def products(self) -> str:
@@ -166,8 +165,7 @@ class DecoderModel(nn.Module):
 
     def packed_matrices(self) -> list[PackedMatrix]:
         """Return all weights that are packed."""
-        matrices = [value for module in self.modules() for value in vars(module).values()]
-        return [matrix for matrix in matrices if isinstance(matrix, PackedMatrix)]
+        return [matrix for matrix in self._attributes() if isinstance(matrix, PackedMatrix)]
 
     def pack(self) -> None:
         """Rearrange loaded weights for speed, and in host memory, put them into huge pages."""
@@ -181,3 +179,8 @@ class DecoderModel(nn.Module):
                 use_huge_pages(parameter.data_ptr(), parameter.nbytes)
             for packed in self.packed_matrices():
                 use_huge_pages(packed.address, packed.matrix.nbytes)
+
+    def _attributes(self) -> Iterator[object]:
+        """Yield all attributes of layers, except parameters and modules."""
+        for module in self.modules():
+            yield from vars(module).values()

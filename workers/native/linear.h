@@ -7,10 +7,10 @@
 
 namespace {
 
-constexpr int64_t kOutputs = 64;           // Outputs per block of the weight.
+constexpr int64_t kOutputs = 64;       // Outputs per block of the weight.
 constexpr int64_t kParts = kOutputs / kLanes;
-constexpr int64_t kMostTogether = 6;     // Rows whose sums fit into registers.
-constexpr int64_t kDepth = 512;          // Inputs whose weights stay in the cache until all rows have met them.
+constexpr int64_t kMostTogether = 6;   // Rows whose sums fit into registers.
+constexpr int64_t kDepth = 512;        // Inputs whose weights stay in the cache until all rows have met them.
 constexpr int64_t kMostRows = 64;
 
 // Add products with the inputs of a block to the sums of Rows rows.

@@ -29,7 +29,7 @@ from workers import rank
 from workers.attention.registry import BackendChoice
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.device import GPU, open_device
-from workers.engine import pool_memory, runner
+from workers.engine import native_kernels, pool_memory, runner
 from workers.engine.batch import StepInput
 from workers.engine.decode_graphs import Capture
 from workers.engine.pool_memory import pool_memory_gib
@@ -250,7 +250,7 @@ def test_pages_without_space_for_graphs_are_reported(model: DecoderModel, monkey
 def test_a_rank_captures_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
     monkeypatch.setattr(rank, "open_device", lambda *_: GpuOnHost())
-    monkeypatch.setattr(rank, "choose_backend", lambda *_: BackendChoice("plain", PlainGraphs(), "a test"))
+    monkeypatch.setattr(native_kernels, "choose_backend", lambda *_: BackendChoice("plain", PlainGraphs(), "a test"))
     monkeypatch.setattr(rank, "GraphCapture", lambda stream: stream.make_capture())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: gpu)
     given = worker({"kv": {"memory_gib": 0.001}, "resources": {"device": "cuda", "attention": "auto"}})
