@@ -1,7 +1,9 @@
-"""The faster CPU backend for prompts and the faster one for decode, measured on this machine."""
+"""The fastest CPU backend for each kind of step, measured on this machine."""
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from functools import partial
 
 import torch
@@ -15,33 +17,56 @@ from workers.attention.interface import (
     StepAttention,
     StepSelection,
 )
+from workers.attention.merge import Partial
 from workers.attention.runs import Run
 from workers.attention.selection import QueryRun
 
-_PROMPT = [Run(0, 1792, 256, 1)]
-_DECODE = [Run(request, 1023, 1, 1) for request in range(4)]
 _PAGE_SIZE = 64
 _REPEATS = 3
 _LEAST_GAIN = 1.2
 """Minimum speedup for which a backend replaces the preferred one, so that noise rarely decides."""
+_TOLERANCE = 0.03
+"""Maximum difference from torch's results, which is more than rounding causes."""
+
+_log = logging.getLogger(__name__)
 
 
-class ByQueries:
-    """Attention with one backend for decode steps, which have one query per request, with another for other steps, and
-    with a third for selections.
-    """
+class Work(StrEnum):
+    """Kind of step."""
 
-    def __init__(self, decode: AttentionBackend, prompts: AttentionBackend, selections: AttentionBackend) -> None:
-        self._decode, self._prompts, self._selections = decode, prompts, selections
+    ONE = "decode"
+    MANY = "decode of many"
+    PROMPT = "prompts"
+    EXTEND = "prompts behind a prefix"
+
+
+_RUNS = {
+    Work.ONE: [Run(0, 1023, 1, 1)],
+    Work.MANY: [Run(request, 1023, 1, 1) for request in range(8)],
+    Work.PROMPT: [Run(0, 0, 512, 1)],
+    Work.EXTEND: [Run(0, 1792, 256, 1)],
+}
+
+
+def work_of(runs: Sequence[Run]) -> Work:
+    if any(run.count > 1 for run in runs):
+        return Work.EXTEND if any(run.first_position for run in runs) else Work.PROMPT
+    return Work.MANY if len(runs) > 1 else Work.ONE
+
+
+class ByWork:
+    """Attention with a backend for each kind of step, and with one for selections."""
+
+    def __init__(self, backends: Mapping[Work, AttentionBackend], selections: AttentionBackend) -> None:
+        self._backends, self._selections = backends, selections
 
     def prepare(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
     ) -> StepAttention:
-        backend = self._decode if all(run.count == 1 for run in runs) else self._prompts
-        return backend.prepare(runs, page_tables, page_size, key_lens)
+        return self._backends[work_of(runs)].prepare(runs, page_tables, page_size, key_lens)
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
-        return self._prompts.prepare_rows(query_runs, key_runs)
+        return self._backends[Work.EXTEND].prepare_rows(query_runs, key_runs)
 
     def prepare_graph(self, shape: GraphShape) -> None:
         """Return None, since a CPU has no graphs."""
@@ -53,25 +78,50 @@ class ByQueries:
 def find_fastest(
     backends: Mapping[str, AttentionBackend], shape: AttentionShape, dtype: torch.dtype
 ) -> tuple[str, AttentionBackend, str]:
-    """Time a prompt's chunk behind a prefix, and a decode step. The first backend is preferred, and makes selections.
+    """Time each kind of step. The first backend is preferred, and makes selections. The last is the reference.
 
-    Returns the fastest backend's name, the backend, and all times, fastest first. The fastest may combine two.
+    Compiled code meets processors on which it has never run, so a backend whose results differ from the reference is
+    not used. Returns the names of the fastest backends, one backend that combines them, and all times, fastest first.
     """
-    names, reasons = [], []
-    for work, runs in (("decode", _DECODE), ("prompts", _PROMPT)):
-        times_s = {name: _least_s(backend, runs, shape, dtype) for name, backend in backends.items()}
-        preferred = next(iter(times_s))
-        names.append(min(times_s, key=lambda name: times_s[name] * (1 if name == preferred else _LEAST_GAIN)))
+    trials = {work: _trial(runs, shape, dtype) for work, runs in _RUNS.items()}
+    sound = _sound(backends, list(trials.values()))
+    preferred = next(iter(sound))
+    chosen, reasons = dict[Work, str](), []
+    for work, trial in trials.items():
+        times_s = {name: _least_s(trial(backend)) for name, backend in sound.items()}
+        chosen[work] = min(times_s, key=lambda name: times_s[name] * (1 if name == preferred else _LEAST_GAIN))
         times = (f"{name} {1e3 * times_s[name]:.3g} ms" for name in sorted(times_s, key=times_s.__getitem__))
         reasons.append(f"{work}: {', '.join(times)}")
-    decode, prompts = (backends[name] for name in names)
-    first = next(iter(backends.values()))
-    backend = first if decode is prompts is first else ByQueries(decode, prompts, first)
-    return " and ".join(dict.fromkeys(names)), backend, "; ".join(reasons)
+    backend = first = sound[preferred]
+    if set(chosen.values()) != {preferred}:
+        backend = ByWork({work: sound[name] for work, name in chosen.items()}, first)
+    return " and ".join(dict.fromkeys(chosen.values())), backend, "; ".join(reasons)
 
 
-def _least_s(backend: AttentionBackend, runs: Sequence[Run], shape: AttentionShape, dtype: torch.dtype) -> float:
-    """Return the least time in seconds of a layer's attention."""
+_Trial = Callable[[AttentionBackend], Callable[[], Partial]]
+
+
+def _sound(backends: Mapping[str, AttentionBackend], trials: Sequence[_Trial]) -> dict[str, AttentionBackend]:
+    """Return the backends whose results are those of the last one."""
+    *_, reference = backends.values()
+    expected = [trial(reference)() for trial in trials]
+    sound = {}
+    for name, backend in backends.items():
+        results = (trial(backend)() for trial in trials)
+        if all(map(_agree, results, expected)):
+            sound[name] = backend
+        else:
+            _log.warning("%s attention gives wrong results on this CPU and is not used", name)
+    return sound
+
+
+def _agree(one: Partial, other: Partial) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(torch.allclose(a.float(), b.float(), _TOLERANCE, _TOLERANCE) for a, b in pairs)
+
+
+def _trial(runs: Sequence[Run], shape: AttentionShape, dtype: torch.dtype) -> _Trial:
+    """Return a layer's attention in a step of some runs, for any backend."""
     num_pages = -(-(runs[0].last_position + 1) // _PAGE_SIZE)
     tables = torch.split(torch.arange(num_pages * len(runs)), num_pages)
     key, value = (
@@ -79,10 +129,13 @@ def _least_s(backend: AttentionBackend, runs: Sequence[Run], shape: AttentionSha
         for dim in (shape.query_dim, shape.value_dim)
     )
     query = torch.randn(sum(run.count for run in runs), shape.num_heads, shape.query_dim).to(dtype)
-    attend = partial(backend.prepare(runs, tables, _PAGE_SIZE).attend, query, key, value, shape.params)
+    return lambda backend: partial(backend.prepare(runs, tables, _PAGE_SIZE).attend, query, key, value, shape.params)
+
+
+def _least_s(call: Callable[[], object]) -> float:
     times_s = []
     for _ in range(_REPEATS):
         start_s = time.thread_time()
-        attend()
+        call()
         times_s.append(time.thread_time() - start_s)
     return min(times_s)

@@ -13,7 +13,7 @@ from cluster.spec.kv import KvGroup
 from workers.attention.interface import AttentionBackend, AttentionShape, Feature
 from workers.attention.measured import find_fastest
 from workers.device import Device
-from workers.native.compile import CannotCompileError, find_compiler
+from workers.native.compile import CannotCompileError, Compiler, find_compilers
 
 
 class Entry(NamedTuple):
@@ -60,11 +60,11 @@ class BackendChoice(NamedTuple):
     reason: str
 
 
-def load_backend(name: str) -> AttentionBackend:
-    """Import and return a backend. Raises UserError if its package is missing."""
+def load_backend(name: str, *given: Compiler) -> AttentionBackend:
+    """Import a backend and create it with what is given. Raises UserError if its package is missing."""
     module, _, attribute = BACKENDS[name].target.partition(":")
     try:
-        backend: AttentionBackend = getattr(import_module(module), attribute)()
+        backend: AttentionBackend = getattr(import_module(module), attribute)(*given)
     except ImportError as error:
         raise UserError(f"attention backend {name!r} cannot be loaded: {error}") from error
     return backend
@@ -138,12 +138,17 @@ def _fastest(device: Device, dtype: torch.dtype, needs: Set[Feature], shape: Att
     if missing := needs & BACKENDS["native"].lacks:
         return BackendChoice("torch", load_backend("torch"), f"native lacks {_words(missing)}")
     try:
-        native, reason = load_backend("native"), f"compiled for {find_compiler().kind.name}"
+        fastest, *others = find_compilers()
+        backends = {"native": load_backend("native", fastest)}
+        for other in others:
+            if dtype == torch.bfloat16 and other.kind.multiplies_bf16:
+                backends[f"native for {other.kind.name}"] = load_backend("native", other)
     except CannotCompileError as error:
         level = logging.WARNING if error.fix else logging.INFO
         _log.log(level, "attention uses plain torch, at half the speed: %s%s", error, error.fix and f"; {error.fix}")
         return BackendChoice("torch", load_backend("torch"), f"native is unavailable: {error}")
+    reason = f"compiled for {fastest.kind.name}"
     if shape is None:
-        return BackendChoice("native", native, reason)
-    name, backend, times = find_fastest({"native": native, "torch": load_backend("torch")}, shape, dtype)
+        return BackendChoice("native", backends["native"], reason)
+    name, backend, times = find_fastest({**backends, "torch": load_backend("torch")}, shape, dtype)
     return BackendChoice(name, backend, f"{reason}; {times}")

@@ -1,212 +1,15 @@
-// Operations on one block of keys and values on a CPU with AVX512-BF16: rearranging, scores, weights, weighted sums.
-//
-// A block is rearranged so that each instruction multiplies pairs of 16 keys (scores) or of 16 dims (values) by one
-// pair of a row. Exponentials are relative to a reference per row that follows the row's largest score with some slack,
-// so that the fp32 sums are rarely rescaled.
-//
-// R: rows processed together. Strides and offsets are in elements.
+// Processing one block of keys and values on a CPU with AVX512-BF16. Many rows share packed keys and values; few rows
+// read them in place.
 
 #pragma once
 
-#include <immintrin.h>
-
-#include "block.h"
-#include "vectors.h"
+#ifdef __AMX_BF16__
+#include "panel_amx.h"
+#else
+#include "panel_avx512.h"
+#endif
 
 namespace {
-
-constexpr int kVectors = kBlock / kLanes;  // Vectors per row of scores.
-constexpr int kRows = 6;                   // Rows processed together: 24 sums, plus registers for their factors.
-constexpr int kFewRows = 8;                // Maximum number of rows of a tile that reads keys and values in place.
-
-inline __m512bh pairs(const void* p) { return (__m512bh)_mm512_load_si512(p); }
-inline __m512bh repeated_pair(const bf16* p) { return (__m512bh)_mm512_set1_epi32(*(const int*)p); }
-inline __mmask32 lanes32(int64_t n) { return n >= 32 ? ~0u : n <= 0 ? 0u : (1u << n) - 1; }
-inline __mmask16 lanes16(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
-
-// 2^x with a relative error below 1e-4. That of bf16 is up to 4e-3.
-inline __m512 exp2(__m512 x) {
-  const __m512 f = _mm512_reduce_ps(x, 0x09);
-  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.07944154f), f, _mm512_set1_ps(0.22411230f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.69646607f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.99989510f));
-  return _mm512_scalef_ps(p, x);
-}
-
-// Transpose 16 rows of 16 pairs.
-inline void transpose(__m512i x[16]) {
-  __m512i y[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-    y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-    y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
-    y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
-    x[i + 4] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0x88);
-    x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
-    x[i + 12] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0xdd);
-  }
-}
-
-// Load 32 dims, from d on, of 16 keys, as 16 vectors with one pair of dims of each key.
-inline void load_pairs(const bf16* const* keys, int64_t d, int64_t head_dim, __m512i x[kLanes]) {
-  const __mmask32 mask = lanes32(head_dim - d);
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) x[i] = _mm512_maskz_loadu_epi16(mask, keys[i] + d);
-  transpose(x);
-}
-
-// Load 32 dims, from d on, of two values, as two vectors with one pair per dim.
-inline void interleave(const bf16* const* values, int64_t d, int64_t head_dim, __m512i x[2]) {
-  alignas(64) static constexpr uint16_t low[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                   8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i low_index = _mm512_load_si512(low);
-  const __m512i high_index = _mm512_add_epi16(low_index, _mm512_set1_epi16(16));
-  const __mmask32 mask = lanes32(head_dim - d);
-  const __m512i even = _mm512_maskz_loadu_epi16(mask, values[0] + d);
-  const __m512i odd = _mm512_maskz_loadu_epi16(mask, values[1] + d);
-  x[0] = _mm512_permutex2var_epi16(even, low_index, odd);
-  x[1] = _mm512_permutex2var_epi16(even, high_index, odd);
-}
-
-// Pack keys as [pair of dims][key][2].
-void pack_keys(const Block& block, int64_t head_dim, bf16* packed) {
-  for (int64_t d = 0; d < head_dim; d += 32) {
-    for (int first = 0; first < kBlock; first += kLanes) {
-      __m512i x[kLanes];
-      load_pairs(block.key + first, d, head_dim, x);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) _mm512_store_si512(packed + ((d / 2 + i) * kBlock + first) * 2, x[i]);
-    }
-  }
-}
-
-// Pack values as [pair of keys][dim][2], with `width` dims per pair.
-void pack_values(const Block& block, int num_keys, int64_t head_dim, int64_t width, bf16* packed) {
-  for (int i = 0; i < num_keys; i += 2) {
-    for (int64_t d = 0; d < head_dim; d += 32) {
-      __m512i x[2];
-      interleave(block.value + i, d, head_dim, x);
-      _mm512_store_si512(packed + (i / 2 * width + d) * 2, x[0]);
-      _mm512_store_si512(packed + (i / 2 * width + d) * 2 + 32, x[1]);
-    }
-  }
-}
-
-// State of a tile.
-struct Scratch {
-  int64_t key_dim, value_dim, key_width, value_width;  // Widths: dims rounded up to full vectors of 32.
-  int64_t rows;                                        // Maximum number of rows.
-  float scale;
-  Memory memory;
-  bf16 *query, *keys, *values, *weights;
-  float *out, *sums, *reference, *limit;
-
-  Scratch(int64_t keys_dim, int64_t values_dim, float factor)
-      : key_dim(keys_dim), value_dim(values_dim), key_width(round_up(keys_dim, 32)),
-        value_width(round_up(values_dim, 32)), rows(tile_rows(2 * key_width + 4 * value_width, kRows)),
-        scale(float(M_LOG2E) * factor),
-        memory(2 * (rows * key_width + kBlock * (key_width + value_width) + kFewRows * kBlock) +
-               4 * rows * (value_width + kLanes + 2) + 8 * 64) {
-    if (!memory) return;
-    query = memory.take<bf16>(rows * key_width), weights = memory.take<bf16>(kFewRows * kBlock);
-    keys = memory.take<bf16>(kBlock * key_width), values = memory.take<bf16>(kBlock * value_width);
-    out = memory.take<float>(rows * value_width), sums = memory.take<float>(rows * kLanes);
-    reference = memory.take<float>(rows), limit = memory.take<float>(rows);
-  }
-};
-
-// Row count rounded up to what these functions process. Surplus rows are zero.
-inline int64_t padded(int64_t num_rows) {
-  return num_rows > kFewRows ? round_up(num_rows, kRows) : num_rows > 4 ? kFewRows : num_rows == 3 ? 4 : num_rows;
-}
-
-// Begin a tile of `num_rows` rows, padded.
-void clear(const Scratch& s, int64_t num_rows) {
-  std::fill_n(s.out, num_rows * s.value_width, 0.0f);
-  std::fill_n(s.sums, num_rows * kLanes, 0.0f);
-  std::fill_n(s.reference, num_rows, kUnset);
-  std::fill_n(s.limit, num_rows, kUnset);
-}
-
-void read_query(const Scratch& s, int64_t row, int64_t, const bf16* from) {
-  for (int64_t d = 0; d < s.key_dim; d += 32)
-    _mm512_store_si512(s.query + row * s.key_width + d, _mm512_maskz_loadu_epi16(lanes32(s.key_dim - d), from + d));
-}
-
-Found found(const Scratch& s, int64_t row, int64_t) {
-  const float sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sums + row * kLanes));
-  return {s.out + row * s.value_width, sum, s.reference[row]};
-}
-
-// Set a row's reference to its largest score in this block if that is far above it.
-void rebase(const Scratch& s, int64_t row, __m512 scores) {
-  const float top = _mm512_reduce_max_ps(scores) * s.scale;
-  if (top <= s.reference[row] + kSlack) return;
-  const __m512 factor = exp2(_mm512_set1_ps(s.reference[row] - top));
-  float* sums = s.sums + row * kLanes;
-  _mm512_store_ps(sums, _mm512_mul_ps(_mm512_load_ps(sums), factor));
-  for (float *out = s.out + row * s.value_width, *end = out + s.value_width; out < end; out += kLanes)
-    _mm512_store_ps(out, _mm512_mul_ps(_mm512_load_ps(out), factor));
-  s.reference[row] = top;
-  s.limit[row] = (top + kSlack) / s.scale;
-}
-
-template <int R>
-using Scores = __m512[R][kVectors];
-
-// Scores of R rows with a block's packed keys.
-template <int R>
-inline void score(const Scratch& s, int64_t row, Scores<R>& x) {
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int c = 0; c < kVectors; ++c) x[r][c] = _mm512_setzero_ps();
-  const bf16* query = s.query + row * s.key_width;
-  const bf16* keys = s.keys;
-  for (int64_t d = 0; d < s.key_dim; d += 2, query += 2, keys += 2 * kBlock) {
-    __m512bh k[kVectors];
-#pragma GCC unroll 4
-    for (int c = 0; c < kVectors; ++c) k[c] = pairs(keys + c * 2 * kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const __m512bh q = repeated_pair(query + r * s.key_width);
-#pragma GCC unroll 4
-      for (int c = 0; c < kVectors; ++c) x[r][c] = _mm512_dpbf16_ps(x[r][c], q, k[c]);
-    }
-  }
-}
-
-// Pack a block's keys for score_packed.
-void pack_scored(const Scratch& s, const Block& block) { pack_keys(block, s.key_dim, s.keys); }
-
-constexpr int kScoredRows = kRows;
-
-// Scores of kScoredRows rows with a block's packed keys, as [row][key].
-void score_packed(const Scratch& s, int64_t row, float* to) {
-  Scores<kRows> x;
-  score<kRows>(s, row, x);
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-    for (int c = 0; c < kVectors; ++c) _mm512_store_ps(to + r * kBlock + c * kLanes, x[r][c]);
-}
 
 // Scores with keys read in place, for few rows, where packing would cost more than it saves.
 template <int R>
@@ -236,71 +39,9 @@ inline void score_unpacked(const Scratch& s, const Block& block, const Block& ne
   }
 }
 
-// Weights of R rows from their scores. Row r sees the first seen[r] keys.
-template <int R>
-inline void weigh(const Scratch& s, int64_t row, const int* seen, bool all_seen, Scores<R>& x) {
-  if (!all_seen) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-      for (int c = 0; c < kVectors; ++c)
-        x[r][c] = _mm512_mask_mov_ps(_mm512_set1_ps(kHidden), lanes16(seen[r] - c * kLanes), x[r][c]);
-  }
-  unsigned far = 0;
-  __m512 largest[R];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    largest[r] = _mm512_max_ps(_mm512_max_ps(x[r][0], x[r][1]), _mm512_max_ps(x[r][2], x[r][3]));
-    far |= _mm512_cmp_ps_mask(largest[r], _mm512_set1_ps(s.limit[row + r]), _CMP_GT_OQ);
-  }
-  if (__builtin_expect(far, 0)) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) rebase(s, row + r, largest[r]);
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    const __m512 reference = _mm512_set1_ps(s.reference[row + r]);
-#pragma GCC unroll 4
-    for (int c = 0; c < kVectors; ++c) x[r][c] = exp2(_mm512_fmsub_ps(x[r][c], _mm512_set1_ps(s.scale), reference));
-    float* sums = s.sums + (row + r) * kLanes;
-    const __m512 sum = _mm512_add_ps(_mm512_add_ps(x[r][0], x[r][1]), _mm512_add_ps(x[r][2], x[r][3]));
-    _mm512_store_ps(sums, _mm512_add_ps(_mm512_load_ps(sums), sum));
-#pragma GCC unroll 2
-    for (int c = 0; c < kVectors; c += 2)
-      _mm512_store_si512(s.weights + r * kBlock + c * kLanes, (__m512i)_mm512_cvtne2ps_pbh(x[r][c + 1], x[r][c]));
-  }
-}
-
-// Add the weighted values of num_keys keys, dims first to first + 16 C, to the sums of R rows.
-template <int R, int C>
-void add_values(const Scratch& s, int64_t row, int64_t first, int num_keys) {
-  __m512 x[R][C];
-  float* out = s.out + row * s.value_width + first;
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) x[r][c] = _mm512_load_ps(out + r * s.value_width + c * kLanes);
-  const bf16* values = s.values + first * 2;
-  for (int i = 0; i < num_keys; i += 2, values += 2 * s.value_width) {
-    __m512bh v[C];
-#pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) v[c] = pairs(values + c * 2 * kLanes);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      const __m512bh w = repeated_pair(s.weights + r * kBlock + i);
-#pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) x[r][c] = _mm512_dpbf16_ps(x[r][c], w, v[c]);
-    }
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) _mm512_store_ps(out + r * s.value_width + c * kLanes, x[r][c]);
-}
-
 // Weighted sums with values read in place, for all rows of a small tile and all dims.
 template <int R>
-void add_values_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys) {
+void add_values_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys, const bf16* weights) {
   for (int64_t first = 0; first < s.value_dim; first += 2 * kLanes) {
     __m512 x[R][2];
     float* out = s.out + first;
@@ -315,7 +56,7 @@ void add_values_unpacked(const Scratch& s, const Block& block, const Block& next
       interleave(block.value + i, first, s.value_dim, v);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const __m512bh w = repeated_pair(s.weights + r * kBlock + i);
+        const __m512bh w = repeated_pair(weights + r * kBlock + i);
 #pragma GCC unroll 2
         for (int c = 0; c < 2; ++c) x[r][c] = _mm512_dpbf16_ps(x[r][c], w, (__m512bh)v[c]);
       }
@@ -327,27 +68,15 @@ void add_values_unpacked(const Scratch& s, const Block& block, const Block& next
   }
 }
 
-// Process a block's packed keys and values for R rows of a large tile.
-template <int R>
-void attend_packed(const Scratch& s, int64_t row, const int* seen) {
-  const int most = *std::max_element(seen, seen + R);
-  if (most == 0) return;
-  Scores<R> x;
-  score<R>(s, row, x);
-  weigh<R>(s, row, seen, *std::min_element(seen, seen + R) == kBlock, x);
-  int64_t first = 0;
-  for (; first + 4 * kLanes <= s.value_width; first += 4 * kLanes) add_values<R, 4>(s, row, first, most);
-  if (first < s.value_width) add_values<R, 2>(s, row, first, most);
-}
-
 // Process a block's keys and values for a tile of R rows.
 template <int R>
 void attend_few(const Scratch& s, const Block& block, const Block& next, const int* seen) {
   const int most = *std::max_element(seen, seen + R);
   Scores<R> x = {};
   score_unpacked<R>(s, block, next, most, x);
-  weigh<R>(s, 0, seen, *std::min_element(seen, seen + R) == kBlock, x);
-  add_values_unpacked<R>(s, block, next, most);
+  alignas(64) bf16 weights[R * kBlock];
+  weigh<R>(s, 0, seen, x, weights);
+  add_values_unpacked<R>(s, block, next, most, weights);
 }
 
 // Process a block for all rows of a tile. Row r sees the first seen[r] keys.
@@ -356,12 +85,12 @@ void attend_block(const Scratch& s, int64_t num_rows, const Block& block, const 
     case 1: return attend_few<1>(s, block, next, seen);
     case 2: return attend_few<2>(s, block, next, seen);
     case 4: return attend_few<4>(s, block, next, seen);
-    case kFewRows: return attend_few<kFewRows>(s, block, next, seen);
+    case 8: return attend_few<8>(s, block, next, seen);
   }
   pack_keys(block, s.key_dim, s.keys);
-  pack_values(block, *std::max_element(seen, seen + num_rows), s.value_dim, s.value_width, s.values);
+  pack_values(block, round_up(*std::max_element(seen, seen + num_rows), 32), s.value_dim, s.value_width, s.values);
   prefetch_keys(next, 0, kBlock, s.key_dim, s.value_dim);
-  for (int64_t row = 0; row < num_rows; row += kRows) attend_packed<kRows>(s, row, seen + row);
+  for (int64_t row = 0; row < num_rows; row += kRows) attend_panel(s, row, seen + row);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 """Compilation of this folder's shared library, once per machine. Does not import torch."""
 
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -7,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,12 +18,16 @@ SOURCES = tuple(
     Path(__file__).with_name(name)
     for name in (
         *("bf16.cpp", "fp32.cpp", "attention.h", "elementwise.h", "linear.h", "select.h"),
-        *("block.h", "block_bf16.h", "block_fp32.h", "vectors.h", "common.h"),
+        *("block.h", "block_bf16.h", "panel_amx.h", "panel_avx512.h", "rows_bf16.h", "block_fp32.h"),
+        *("vectors.h", "common.h"),
     )
 )
 _TIMEOUT_S = 120.0
 _FIX = "apt-get install -y g++"
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+_AMX = ("amx_tile", "amx_bf16")
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+"""Linux's system call by which a process asks for tile registers, and its arguments."""
 _OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
 
 
@@ -34,14 +40,20 @@ class Kind(NamedTuple):
     options: tuple[str, ...]
     """Compiler options."""
 
+    @property
+    def multiplies_bf16(self) -> bool:
+        return "avx512_bf16" in self.flags
 
+
+_AVX512_BF16 = Kind("AVX512-BF16", (*_AVX512, "avx512_bf16"), (*(f"-m{flag}" for flag in _AVX512), "-mavx512bf16"))
 KINDS = (
-    Kind("AVX512-BF16", (*_AVX512, "avx512_bf16"), (*(f"-m{flag}" for flag in _AVX512), "-mavx512bf16")),
+    Kind("AMX", (*_AVX512_BF16.flags, *_AMX), (*_AVX512_BF16.options, "-mamx-tile", "-mamx-bf16")),
+    _AVX512_BF16,
     Kind("AVX512", _AVX512, ("-mfma", *(f"-m{flag}" for flag in _AVX512))),
     Kind("AVX2", ("avx2", "fma"), ("-mavx2", "-mfma")),
     Kind("NEON", ("asimd",), ()),
 )
-"""Kinds of processors, fastest first. Only the first multiplies in bf16; the others use fp32."""
+"""Kinds of processors, fastest first. The first two multiply in bf16; the others use fp32."""
 
 
 class CannotCompileError(Exception):
@@ -59,15 +71,23 @@ class Compiler(NamedTuple):
     kind: Kind
 
 
-def find_compiler(cpu_info: Path = Path("/proc/cpuinfo")) -> Compiler:
+def find_compiler() -> Compiler:
     """Return the compiler for the fastest kind that this machine supports. Raises CannotCompileError."""
-    kinds = runnable_kinds(cpu_info)
+    return find_compilers()[0]
+
+
+def find_compilers() -> list[Compiler]:
+    """Return the compiler for each kind that it and this machine support, fastest first. Raises CannotCompileError."""
+    kinds = runnable_kinds()
     if not kinds:
         raise CannotCompileError(f"the CPU has none of {', '.join(kind.name for kind in KINDS)}")
     path = shutil.which("c++")
     if path is None:
         raise CannotCompileError("no C++ compiler", _FIX)
-    return Compiler(path, kinds[0])
+    compilers = [Compiler(path, kind) for kind in kinds if _accepts(path, kind.options)]
+    if not compilers:
+        raise CannotCompileError(f"{path} knows none of {', '.join(kind.name for kind in kinds)}", _FIX)
+    return compilers
 
 
 def runnable_kinds(cpu_info: Path = Path("/proc/cpuinfo")) -> list[Kind]:
@@ -77,7 +97,23 @@ def runnable_kinds(cpu_info: Path = Path("/proc/cpuinfo")) -> list[Kind]:
     elif cpu_info.is_file():
         lines = cpu_info.read_text(errors="replace").splitlines()
         flags = set(next((line for line in lines if line.startswith("flags")), "").split())
+    if flags.issuperset(_AMX) and not _may_use_tiles():
+        flags.difference_update(_AMX)
     return [kind for kind in KINDS if flags.issuperset(kind.flags)]
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for tile registers, for this process. Kernels before 5.16, and some sandboxes, refuse."""
+    found: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
+    return found == 0
+
+
+def _accepts(path: str, options: Sequence[str]) -> bool:
+    command = (path, *options, "-E", "-x", "c++", os.devnull)
+    try:
+        return subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 def compiled_library(compiler: Compiler) -> Path:

@@ -1,4 +1,4 @@
-"""Choice between two CPU backends by their times, with backends whose calls take a given time."""
+"""Choice among CPU backends by their times and results, with backends whose calls take a given time."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from cluster.spec.config import AttentionSetting
 from workers.attention import measured
 from workers.attention.interface import AttentionBackend, AttentionParams, AttentionShape, StepAttention
+from workers.attention.measured import Work, work_of
 from workers.attention.merge import Partial, empty_partial
 from workers.attention.native_backend import NativeAttention
 from workers.attention.registry import choose_backend
@@ -30,22 +31,23 @@ class Timed(TorchAttention):
 
     def __init__(self, clock: Clock, decode_s: float, prompt_s: float) -> None:
         self._clock, self._decode_s, self._prompt_s = clock, decode_s, prompt_s
-        self.num_prepared = 0
+        self.num_prepared, self.error = 0, 0.0
 
     def prepare(self, runs: Sequence[Run], *_: object) -> StepAttention:  # type: ignore[override]
         self.num_prepared += 1
-        return TimedStep(self._clock, self._decode_s if all(run.count == 1 for run in runs) else self._prompt_s)
+        seconds = self._decode_s if all(run.count == 1 for run in runs) else self._prompt_s
+        return TimedStep(self._clock, seconds, self.error)
 
 
 class TimedStep:
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        self._clock, self._seconds = clock, seconds
+    def __init__(self, clock: Clock, seconds: float, error: float) -> None:
+        self._clock, self._seconds, self._error = clock, seconds, error
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         assert key_pages.shape[1:] == value_pages.shape[1:] == (2, 64, 8)
         assert params is SHAPE.params
         self._clock.now_s += self._seconds
-        return empty_partial(query)
+        return Partial(torch.full_like(query, self._error), empty_partial(query).lse)
 
 
 @pytest.fixture
@@ -61,7 +63,8 @@ def find(preferred: AttentionBackend, other: AttentionBackend) -> tuple[str, Att
 
 def test_the_faster_one_is_used(timed: Callable[[float, float], Timed]) -> None:
     fast, slow = timed(0.001, 0.01), timed(0.002, 0.02)
-    times = "decode: native 1 ms, torch 2 ms; prompts: native 10 ms, torch 20 ms"
+    decode, prompts = "native 1 ms, torch 2 ms", "native 10 ms, torch 20 ms"
+    times = f"decode: {decode}; decode of many: {decode}; prompts: {prompts}; prompts behind a prefix: {prompts}"
     assert find(fast, slow) == ("native", fast, times)
     name, backend, _ = find(slow, fast)
     before = slow.num_prepared, fast.num_prepared
@@ -93,13 +96,45 @@ def test_noise_does_not_decide(timed: Callable[[float, float], Timed]) -> None:
 def test_each_kind_of_step_has_its_fastest(timed: Callable[[float, float], Timed]) -> None:
     native, other = timed(0.001, 0.03), timed(0.002, 0.01)
     name, backend, times = find(native, other)
-    assert (name, times) == ("native and torch", "decode: native 1 ms, torch 2 ms; prompts: torch 10 ms, native 30 ms")
+    assert name == "native and torch"
+    assert "decode: native 1 ms, torch 2 ms; " in times
+    assert "prompts: torch 10 ms, native 30 ms; " in times
     before = native.num_prepared, other.num_prepared
     tables = [torch.arange(2)] * 2
-    backend.prepare([Run(0, 5, 1, 1), Run(1, 90, 1, 1)], tables, 64)
-    assert (native.num_prepared, other.num_prepared) == (before[0] + 1, before[1])
-    backend.prepare([Run(0, 5, 1, 1), Run(1, 0, 7, 1)], tables, 64)
-    assert (native.num_prepared, other.num_prepared) == (before[0] + 1, before[1] + 1)
+    for runs in ([Run(0, 5, 1, 1)], [Run(0, 5, 1, 1), Run(1, 90, 1, 1)]):
+        backend.prepare(runs, tables, 64)
+    assert (native.num_prepared, other.num_prepared) == (before[0] + 2, before[1])
+    for runs in ([Run(0, 0, 7, 1)], [Run(0, 5, 7, 1)], [Run(0, 5, 1, 1), Run(1, 0, 7, 1)]):
+        backend.prepare(runs, tables, 64)
+    assert (native.num_prepared, other.num_prepared) == (before[0] + 2, before[1] + 3)
+
+
+@pytest.mark.parametrize(
+    ("runs", "work"),
+    [
+        ([Run(0, 0, 1, 1)], Work.ONE),
+        ([Run(0, 5, 1, 1), Run(1, 9, 1, 1)], Work.MANY),
+        ([Run(0, 0, 9, 2), Run(1, 0, 1, 1)], Work.PROMPT),
+        ([Run(0, 0, 9, 1), Run(1, 4, 1, 1)], Work.EXTEND),
+    ],
+)
+def test_the_kind_of_a_step(runs: list[Run], work: Work) -> None:
+    assert work_of(runs) is work
+
+
+@pytest.mark.parametrize("wrong", [0.05, float("nan")])
+def test_wrong_results_are_not_used(
+    timed: Callable[[float, float], Timed], wrong: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, sound, reference = timed(0.001, 0.001), timed(0.01, 0.03), timed(0.02, 0.02)
+    broken.error = wrong
+    backends = {"native": broken, "native for this": sound, "torch": reference}
+    name, _, times = measured.find_fastest(backends, SHAPE, torch.float32)
+    assert name == "native for this and torch"
+    assert "native 1 ms" not in times
+    assert [record.message for record in caplog.records] == [
+        "native attention gives wrong results on this CPU and is not used"
+    ]
 
 
 @pytest.mark.native
@@ -108,4 +143,4 @@ def test_auto_measures_the_real_ones(dtype: torch.dtype) -> None:
     choice = choose_backend(AttentionSetting.AUTO, CPU, dtype, shape=SHAPE)
     assert choice.reason.startswith("compiled for ")
     assert all(part in choice.reason for part in ("decode: ", "prompts: ", "native ", "torch "))
-    assert isinstance(choice.backend, NativeAttention | TorchAttention | measured.ByQueries)
+    assert isinstance(choice.backend, NativeAttention | TorchAttention | measured.ByWork)

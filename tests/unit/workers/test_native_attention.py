@@ -1,6 +1,6 @@
 """The native backend compared with reference attention in float64: any shapes, strides, pages and runs.
 
-The tests run in bf16 and fp32, for each kind of processor that this one supports.
+The tests run in bf16 and fp32, for each kind of processor that this one supports, and for AMX by a model of it.
 """
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.amx import kinds_to_test
 from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
@@ -26,7 +27,7 @@ from workers.attention.merge import Partial
 from workers.attention.native_backend import NativeAttention
 from workers.attention.runs import Run
 from workers.attention.selection import Chosen, IndexQueries, QueryRun, best_keys
-from workers.native.compile import Compiler, find_compiler, runnable_kinds
+from workers.native.compile import Compiler, find_compiler
 
 pytestmark = pytest.mark.native
 
@@ -34,7 +35,7 @@ OUT_TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-5}
 LSE_TOLERANCE = {torch.bfloat16: 1e-3, torch.float32: 1e-5}
 
 
-@pytest.fixture(scope="module", params=runnable_kinds(), ids=lambda kind: kind.name)
+@pytest.fixture(scope="module", params=kinds_to_test(), ids=lambda kind: kind.name)
 def compiler(request: pytest.FixtureRequest) -> Compiler:
     return Compiler(find_compiler().path, request.param)
 

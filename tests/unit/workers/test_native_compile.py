@@ -21,13 +21,15 @@ from workers.native import compile as native
 from workers.native.compile import CannotCompileError, Kind, compiled_library, find_compiler, runnable_kinds
 
 COMPILER = """#!/bin/sh
-case "$1" in --version) echo 1; exit;; esac
+case "$*" in --version) echo 1; exit;; *-mfuture*) exit 1;; *-E*) exit;; esac
 while [ "$1" != -o ]; do shift; done
 sleep 0.2
 echo code > "$2"
 echo "$2" >> "$(dirname "$0")/compiled"
 """
 KIND = Kind("any", (), ())
+AMX_KINDS = ["AMX", "AVX512-BF16", "AVX512", "AVX2"]
+REAL_KINDS = runnable_kinds()
 BUILD = """
 from workers.native.compile import Compiler, Kind, compiled_library
 print(compiled_library(Compiler("c++", Kind("any", (), ()))))
@@ -95,7 +97,9 @@ def test_another_source_compiler_or_option_is_another_library(tools: Path, monke
 
 
 def test_a_failed_build_leaves_nothing(tools: Path) -> None:
-    set_compiler(tools, "#!/bin/sh\n[ \"$1\" = --version ] && exit\necho 'x.cpp:1: error: no' >&2; exit 1\n")
+    set_compiler(
+        tools, "#!/bin/sh\ncase \"$*\" in --version|*-E*) exit;; esac\necho 'x.cpp:1: error: no' >&2; exit 1\n"
+    )
     with pytest.raises(CannotCompileError, match=r"c\+\+ failed: x.cpp:1: error: no") as failure:
         compiled_library(find_compiler())
     assert failure.value.fix == "apt-get install -y g++"
@@ -145,12 +149,14 @@ def test_a_library_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> No
         ("fpu avx2 fma", ["AVX2"]),
         ("fma avx2 avx512f avx512bw avx512vl avx512dq", ["AVX512", "AVX2"]),
         ("fma avx2 avx512f avx512bw avx512vl avx512dq avx512_bf16", ["AVX512-BF16", "AVX512", "AVX2"]),
+        ("fma avx2 avx512f avx512bw avx512vl avx512dq avx512_bf16 amx_tile amx_bf16 amx_int8", AMX_KINDS),
     ],
 )
 def test_the_fastest_supported_build_is_used(
     flags: str, kinds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(native, "_may_use_tiles", lambda: True)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
@@ -158,6 +164,31 @@ def test_the_fastest_supported_build_is_used(
     assert runnable_kinds(tmp_path / "absent") == []
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert [kind.name for kind in runnable_kinds(tmp_path / "absent")] == ["NEON"]
+
+
+def test_tile_registers_that_linux_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(native, "_may_use_tiles", lambda: False)
+    info = tmp_path / "cpuinfo"
+    info.write_text("flags\t\t: fma avx2 avx512f avx512bw avx512vl avx512dq avx512_bf16 amx_tile amx_bf16\n")
+    assert [kind.name for kind in runnable_kinds(info)] == AMX_KINDS[1:]
+
+
+def test_tile_registers_are_refused_where_there_are_none() -> None:
+    if any("amx_tile" in kind.flags for kind in REAL_KINDS):
+        pytest.skip("this CPU has AMX")
+    assert not native._may_use_tiles()
+
+
+def test_a_compiler_that_does_not_know_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    future = Kind("future", (), ("-mfuture",))
+    monkeypatch.setattr(native, "KINDS", (future, KIND))
+    assert find_compiler().kind == KIND
+    monkeypatch.setattr(native, "KINDS", (future,))
+    with pytest.raises(CannotCompileError, match=r"c\+\+ knows none of future$") as failure:
+        find_compiler()
+    assert failure.value.fix == "apt-get install -y g++"
 
 
 def test_on_an_unsupported_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
