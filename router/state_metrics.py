@@ -178,7 +178,7 @@ _METRICS = (
     _counter("expert_tokens", "Tokens computed by each expert in all layers.", _by_key("expert_tokens", "expert")),
     _counter(
         "decode_graph_steps",
-        "Decode steps on GPUs: replayed, or the reason why not.",
+        "Decode steps: replayed, or the reason why not.",
         _by_key("graph_steps", "outcome"),
     ),
     _gauge("decode_graph_bytes", "The leader's GPU memory for captured steps.", _GRAPH_LOAD, "graph_bytes"),

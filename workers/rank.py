@@ -4,10 +4,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-
-import torch
 
 from cluster.grammar import Grammars
 from cluster.spec.decode_graphs import captures_decode, why_not_captured
@@ -22,7 +19,7 @@ from workers.attention.interface import AttentionBackend
 from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.device import Device, open_device
 from workers.engine.calibration import measured_rates
-from workers.engine.decode_graphs import Capture, GraphCapture
+from workers.engine.captures import Capture, capture_maker
 from workers.engine.native_kernels import choose_kernels
 from workers.engine.pool_memory import pool_memory_gib
 from workers.engine.rank_groups import RankGroups, join_groups
@@ -108,7 +105,8 @@ def _load(
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
     attention = _open_attention(spec, model, geometry)
-    make_capture = _capture_maker(spec, device, has_windows=geometry.has_windows)
+    features = {"has_windows": geometry.has_windows, "has_experts": bool(model.config.experts_per_token)}
+    make_capture = capture_maker(device) if captures_decode(config, spec.pool, **features) else None
     memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)
     layout = _pool_layout(spec, geometry, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
@@ -131,7 +129,7 @@ def _load(
     )
     runner.warm_up()
     on_failure.callback(runner.drop_graphs)
-    _capture_decode(spec, runner, make_capture, has_windows=geometry.has_windows)
+    _capture_decode(spec, runner, make_capture, why_not_captured(config, spec.pool, **features))
     shape, rates = measured_rates(spec, store, model, memory.pool, attention, groups, dtype_name)
     return Rank(
         geometry=geometry,
@@ -164,21 +162,14 @@ def _pool_layout(spec: WorkerSpec, geometry: KvGeometry, memory_gib: float) -> P
     return layout
 
 
-def _capture_maker(spec: WorkerSpec, device: Device, *, has_windows: bool) -> Callable[[], Capture] | None:
-    """Return a factory of CUDA graph captures, or None if this rank captures no steps."""
-    if not captures_decode(spec.config, spec.pool, has_windows=has_windows):
-        return None
-    return partial(GraphCapture, torch.cuda.Stream(device.torch_device))  # type: ignore[no-untyped-call]
-
-
 def _capture_decode(
-    spec: WorkerSpec, runner: ModelRunner, make_capture: Callable[[], Capture] | None, *, has_windows: bool
+    spec: WorkerSpec, runner: ModelRunner, make_capture: Callable[[], Capture] | None, reason: str
 ) -> None:
     """Capture decode steps, or log why they are not captured."""
     if make_capture is not None:
         runner.capture_decode(spec.config.decode.max_requests, make_capture())
-        _log.info("CUDA graphs of decode steps use %.3g GiB", runner.graph_bytes / GIB)
-    elif reason := why_not_captured(spec.config, spec.pool, has_windows=has_windows):
+        _log.info("captured decode steps use %.3g GiB of GPU memory", runner.graph_bytes / GIB)
+    elif reason:
         runner.why_not_captured = reason
         _log.info("decode steps are not captured: %s", reason)
 

@@ -99,7 +99,8 @@ def _exchange_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> floa
 
 def graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     """Return the bytes of CUDA graphs: the largest step, which all graphs share, and their page tables and nodes."""
-    if not captures_decode(config, pool, has_windows=model.geometry.has_windows):
+    flags = {"has_windows": model.geometry.has_windows, "has_experts": bool(model.config.experts_per_token)}
+    if config.resources.device is not Device.CUDA or not captures_decode(config, pool, **flags):
         return 0.0
     sizes, most_keys = batch_sizes(pool.max_requests), model.config.max_position_embeddings
     tables = sum(sizes) * pages_for(most_keys, config.kv.page_size) * _PAGE_ID_BYTES

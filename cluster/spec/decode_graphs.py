@@ -1,18 +1,18 @@
-"""Selection of decode steps to capture as CUDA graphs. Pure."""
+"""Selection of decode steps to capture. Pure."""
 
 from cluster.spec.config import AttentionSetting, DecodeConfig, DeployConfig, Device, PoolConfig
 
 
-def captures_decode(config: DeployConfig, pool: PoolConfig, *, has_windows: bool) -> bool:
+def captures_decode(config: DeployConfig, pool: PoolConfig, *, has_windows: bool, has_experts: bool) -> bool:
     """Return whether workers of a pool capture decode steps."""
-    is_decode = config.resources.device is Device.CUDA and isinstance(pool, DecodeConfig)
-    return is_decode and not why_not_captured(config, pool, has_windows=has_windows)
+    reason = why_not_captured(config, pool, has_windows=has_windows, has_experts=has_experts)
+    return isinstance(pool, DecodeConfig) and not reason
 
 
-def why_not_captured(config: DeployConfig, pool: PoolConfig, *, has_windows: bool) -> str:
-    """Return why a pool of decode workers on GPUs captures no graphs; empty if it captures some, or for other pools."""
+def why_not_captured(config: DeployConfig, pool: PoolConfig, *, has_windows: bool, has_experts: bool) -> str:
+    """Return why a pool of decode workers captures no steps; empty if it captures some, or for other pools."""
     resources, parallel = config.resources, pool.parallel
-    if resources.device is not Device.CUDA or not isinstance(pool, DecodeConfig):
+    if not isinstance(pool, DecodeConfig):
         return ""
     if resources.attention in (AttentionSetting.FLASH_ATTN, AttentionSetting.TORCH):
         return f"attention by {resources.attention}"
@@ -20,7 +20,9 @@ def why_not_captured(config: DeployConfig, pool: PoolConfig, *, has_windows: boo
         return "pipeline stages"
     if has_windows:
         return "sliding windows"
-    # A collective through the host cannot be replayed as part of a graph.
+    if has_experts and resources.device is Device.CPU:
+        return "experts on a CPU"
+    # A collective through the host cannot be replayed.
     passes_host = not resources.uses_nccl and max(parallel.tp, parallel.dp) > 1
     return "collectives through the host" if passes_host else ""
 

@@ -160,7 +160,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[StepTimes, ...] = ()
     tiers: TierState | None = None
     graph_steps: dict[str, int] = {}
-    """Number of decode steps on a GPU, keyed by `replayed` or the reason why they were not replayed."""
+    """Number of a decode worker's steps, keyed by `replayed` or the reason why they were not replayed."""
     graph_bytes: int = 0
     """Memory of captured decode steps on the leader's GPU."""
     expert_tokens: dict[int, int] = {}

@@ -14,7 +14,7 @@ from workers.attention.triton.backend import TritonAttention
 from workers.bench.engine import EngineBench
 from workers.bench.shapes import SHAPES, config_json
 from workers.device import GPU
-from workers.engine.decode_graphs import CaptureError, GraphCapture
+from workers.engine.captures import CaptureError, GraphCapture
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import random_model

@@ -12,6 +12,7 @@ from torch import Tensor
 from workers.attention.interface import (
     AttentionBackend,
     AttentionShape,
+    GraphAttention,
     GraphShape,
     RowAttention,
     StepAttention,
@@ -68,8 +69,8 @@ class ByWork:
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
         return self._backends[Work.EXTEND].prepare_rows(query_runs, key_runs)
 
-    def prepare_graph(self, shape: GraphShape) -> None:
-        """Return None, since a CPU has no graphs."""
+    def prepare_graph(self, shape: GraphShape) -> GraphAttention | None:
+        return self._backends[Work.MANY].prepare_graph(shape)
 
     def prepare_selection(self, runs: Sequence[QueryRun], most_queries: int | None = None) -> StepSelection:
         return self._selections.prepare_selection(runs, most_queries)

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.attention.interface import AttentionParams, GraphShape, RowAttention, StepAttention
+from workers.attention.interface import AttentionParams, GraphAttention, GraphShape, RowAttention, StepAttention
 from workers.attention.limits import MOST_SELECTED
-from workers.attention.merge import Partial, empty_partial
+from workers.attention.merge import Partial, empty_partial, unwritten_partial
 from workers.attention.runs import Piece, Run, paged_pieces, row_pieces
 from workers.attention.selection import NO_KEY, Chosen, IndexQueries
 from workers.attention.torch_selection import TorchSelection, trimmed
@@ -44,8 +44,9 @@ class NativeAttention(TorchSelection):
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
         return _NativeRows(self._library, row_pieces(query_runs, key_runs))
 
-    def prepare_graph(self, shape: GraphShape) -> None:
-        """Return None, since a CPU has no graphs."""
+    def prepare_graph(self, shape: GraphShape) -> GraphAttention | None:
+        """Return attention for captured steps. None for latents, of which some models select keys."""
+        return _NativeGraph(self._library, shape) if shape.head_dim == shape.value_dim else None
 
     def best_keys(
         self, index: IndexQueries, keys: Tensor, table: Tensor, num_visible: NDArray[np.int64], top_k: int
@@ -84,14 +85,17 @@ class _NativeStep:
         self._library, self._items, self._tables, self._page_size = library, items, tables, page_size
         self._num_queries = max((piece.query.stop for piece in pieces), default=0)
         self._num_pages = int(tables.max()) + 1 if len(tables) else 0
+        self._num_covered = sum(piece.num_queries for piece in pieces)
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         _check(query, key_pages, value_pages, params, self._num_queries)
         assert self._num_pages <= len(key_pages), f"page {self._num_pages - 1} is not in {len(key_pages)} pages"
         assert self._page_size == key_pages.shape[2], f"page sizes {self._page_size} and {key_pages.shape[2]} differ"
-        result = empty_partial(query, value_pages.shape[-1])
+        covers_all = self._num_covered == len(query)
+        result = (unwritten_partial if covers_all else empty_partial)(query, value_pages.shape[-1])
+        tables, page_size, kv = self._tables, self._page_size, (key_pages, value_pages)
         self._library.attend(
-            self._items, self._tables, self._page_size, query, key_pages, value_pages, *result, scale=params.scale
+            self._items, tables, page_size, query, *kv, *result, scale=params.scale, overwrites=covers_all
         )
         return result
 
@@ -112,6 +116,37 @@ class _NativeRows:
         key, value = (x.transpose(0, 1)[None] for x in (key, value))
         for item in self._items:
             self._library.attend(item, _FIRST_PAGE, _ONE_PAGE, query, key, value, *result, scale=params.scale)
+        return result
+
+
+class _NativeGraph:
+    """Attention of one token per request, with items and page tables at fixed addresses. It selects no keys."""
+
+    def __init__(self, library: Library, shape: GraphShape) -> None:
+        self._library, self._page_size = library, shape.page_size
+        self._tables = torch.zeros(shape.num_requests, shape.most_pages, dtype=torch.int64)
+        self._items = torch.zeros(shape.num_requests, NUM_ITEM_FIELDS, dtype=torch.int64)
+        requests = torch.arange(shape.num_requests)
+        self._items[:, 0], self._items[:, 1], self._items[:, 2] = requests, 1, requests * shape.most_pages
+        self._items[:, 6] = 1
+
+    def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
+        items, rows = self._items.numpy(), self._tables.numpy()
+        items[:, 4] = num_keys
+        items[:, 5] = items[:, 4] - 1
+        for row, table in zip(rows, tables, strict=True):
+            row[: len(table)] = table
+
+    def best_keys(self, *_: object, **__: object) -> Tensor:
+        raise AssertionError("a model that selects keys has latents")
+
+    def attend_selected(self, *_: object, **__: object) -> Partial:
+        raise AssertionError("a model that selects keys has latents")
+
+    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
+        result, kv = unwritten_partial(query, value_pages.shape[-1]), (key_pages, value_pages)
+        tables, page_size = self._tables, self._page_size
+        self._library.attend(self._items, tables, page_size, query, *kv, *result, scale=params.scale, overwrites=True)
         return result
 
 

@@ -19,7 +19,7 @@ from workers.bench.shapes import SHAPES
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.device import open_device, use_cpu
 from workers.engine.batch import BegunStep
-from workers.engine.decode_graphs import GraphCapture
+from workers.engine.captures import capture_maker
 from workers.engine.native_kernels import choose_kernels
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
@@ -187,8 +187,7 @@ def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
     attention = choose_kernels(AttentionSetting.AUTO, model, geometry).backend
     runner = ModelRunner(model, pool, attention, RankGroups())
     runner.warm_up()
-    if model.device.has_kernels:
-        runner.capture_decode(1, GraphCapture(torch.cuda.Stream(model.device.torch_device)))  # type: ignore[no-untyped-call]
+    runner.capture_decode(1, capture_maker(model.device)())
     return runner
 
 

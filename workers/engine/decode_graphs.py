@@ -1,10 +1,8 @@
-"""Decode steps that are captured as CUDA graphs for some batch sizes and replayed with almost no host time."""
+"""Decode steps that are captured for some batch sizes and replayed with almost no time in Python."""
 
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
 
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ from workers.attention.interface import AttentionBackend, AttentionParams, Graph
 from workers.attention.merge import merge
 from workers.attention.selection import IndexQueries
 from workers.engine.batch import StepInput
+from workers.engine.captures import Capture, CaptureError
 from workers.expert_parallel.dispatch_cost import FEW_TOKENS
 from workers.kernels.elementwise import KvSlots
 from workers.layers.attention import AttentionContext, Expand
@@ -28,46 +27,10 @@ from workers.parallel.collectives import Lens
 
 REPLAYED = "replayed"
 
+_MOST_ON_CPU = 8
+"""Maximum number of requests of a step that a CPU captures. Python takes little of the time of larger ones."""
+
 _log = logging.getLogger(__name__)
-
-Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
-"""Function that captures a computation. It returns the result, at a fixed address, and a function that replays the
-computation. It raises CaptureError if the capture fails.
-"""
-
-
-class CaptureError(RuntimeError):
-    """Failed capture of a computation, which can still run uncaptured."""
-
-
-class GraphCapture:
-    """Capture of computations as CUDA graphs. The graphs share memory, since only one is replayed at a time."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        """Use one ``stream`` for all captures, since libraries allocate memory per stream."""
-        self._memory = torch.cuda.graph_pool_handle()
-        self._stream = stream
-
-    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Capture the computation's third run. The first two runs compile kernels and warm up libraries."""
-        usual = torch.cuda.current_stream()
-        self._stream.wait_stream(usual)
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                compute()
-        usual.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads copy pages during the capture.
-            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
-                out = compute()
-        except RuntimeError as error:
-            # After a failure, torch's own stream is current, and its allocator may still be capturing into the pool.
-            torch.cuda.set_stream(usual)
-            with suppress(RuntimeError):  # the allocator has already stopped
-                torch._C._cuda_endAllocateToPool(usual.device_index, self._memory)
-            raise CaptureError(str(error)) from error
-        return out, graph.replay
 
 
 class DecodeGraphs:
@@ -143,7 +106,10 @@ class DecodeGraphs:
         """
         model = self._model
         # Capture the largest step first, since the others reuse its memory.
-        for size in reversed(batch_sizes(min(most_requests, _most_requests(model)))):
+        most = min(most_requests, _most_requests(model))
+        # A CPU computes padding, too, so it captures steps of every size.
+        sizes = batch_sizes(most) if model.device.has_own_memory else range(1, min(most, _MOST_ON_CPU) + 1)
+        for size in reversed(sizes):
             problem = ""
             try:
                 attention = self._attention(size)

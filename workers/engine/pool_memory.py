@@ -10,7 +10,7 @@ from cluster.spec.memory import GIB, GpuMemory, page_layout
 from cluster.spec.registry import KvOwnership
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend
-from workers.engine.decode_graphs import Capture
+from workers.engine.captures import Capture
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.layers.config import LatentAttentionConfig

@@ -19,7 +19,8 @@ from workers.attention.merge import Partial, merge
 from workers.context_parallel.shard_plan import dummy_request, join_shapes, make_step_shape
 from workers.engine.attention_context import make_context
 from workers.engine.batch import BegunStep, KnownRequest, SampledTokens, StepInput, build_step_batch
-from workers.engine.decode_graphs import Capture, DecodeGraphs
+from workers.engine.captures import Capture
+from workers.engine.decode_graphs import DecodeGraphs
 from workers.engine.logits_processors import SamplingState
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.rank_groups import RankGroups
@@ -60,7 +61,7 @@ class ModelRunner:
         self.graph_bytes = 0
         """GPU memory in bytes that captured steps hold."""
         self.why_not_captured = ""
-        """Reason why this decode worker's GPU captures no steps. Empty if it captures them."""
+        """Reason why this decode worker captures no steps. Empty if it captures them."""
         self._not_captured: Counter[str] = Counter()
         self.requests: dict[Room, KnownRequest] = {}
         self._sampling_states: dict[Room, SamplingState] = {}
@@ -145,10 +146,10 @@ class ModelRunner:
         assert not self._groups.pipeline.links, "decode steps cannot be captured with several stages"
 
         device = self._model.device
-        used = device.used_bytes()
+        used = device.used_bytes() if device.has_own_memory else 0
         with torch.inference_mode():
             self._graphs = DecodeGraphs(self._model, self._pool, self._backend, most_requests, capture)
-        self.graph_bytes = max(device.used_bytes() - used, 0)
+        self.graph_bytes = max(device.used_bytes() - used, 0) if device.has_own_memory else 0
 
     def drop_graphs(self) -> None:
         """Release captured steps, and replay none from now on. Call this before leaving groups whose collectives were
@@ -159,7 +160,7 @@ class ModelRunner:
 
     @property
     def graph_steps(self) -> dict[str, int]:
-        """Return the number of replayed steps and, by reason, of all other steps. Empty except on GPUs that decode."""
+        """Return the number of replayed steps and, by reason, of all other steps. Empty except in decode workers."""
         return dict(self._not_captured if self._graphs is None else self._graphs.counts + self._not_captured)
 
     @property

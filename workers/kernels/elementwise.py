@@ -9,7 +9,7 @@ from workers.device import Device, device_of
 
 
 class KvSlots(NamedTuple):
-    """Slots into which a Triton kernel writes the K and V of a step's tokens."""
+    """Slots into which a kernel writes the K and V of a step's tokens."""
 
     layer_pages: Tensor
     """``[page, H, 2, slot, D]``."""
@@ -30,6 +30,24 @@ class ElementwiseKernels(Protocol):
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, eps: float = 0.0, /) -> Tensor:
         """Rotate ``x [T, heads, D]`` by ``cos`` and ``sin [T, 1, D]``; with a ``weight [D]``, normalize heads first."""
+        ...
+
+    def rotate_storing(
+        self,
+        heads: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        weights: tuple[Tensor, Tensor] | None,
+        eps: float,
+        layer_pages: Tensor,
+        slots: Tensor,
+        /,
+    ) -> Tensor:
+        """Rotate the Q and K heads of ``heads [T, Q + K + V heads, D]``, store K and V like ``store_kv``, and return Q.
+
+        H in ``layer_pages [page, H, 2, slot, D]`` is the number of K heads. With ``weights`` for Q and K, normalize
+        heads first.
+        """
         ...
 
     def store_kv(self, layer_pages: Tensor, slots: Tensor, kv: Tensor, /) -> None:

@@ -50,12 +50,12 @@ class Rotation:
 
         ``heads`` are the heads of q, k and v in this order, [num_tokens, num_heads, head_dim].
         """
-        from workers.kernels.triton_elementwise import rotate_storing
-
         weights, eps = None, 0.0
         if q_norm is not None and k_norm is not None:
             weights, eps = (q_norm.weight, k_norm.weight), q_norm.eps
-        return rotate_storing(heads, self.cos, self.sin, weights, eps, *kv_slots)
+        kernels = elementwise_kernels(heads)
+        assert kernels is not None, "only kernels have slots"
+        return kernels.rotate_storing(heads, self.cos, self.sin, weights, eps, *kv_slots)
 
 
 class RotaryEmbedding(nn.Module):

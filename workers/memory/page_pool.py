@@ -86,7 +86,7 @@ class PagePool(PageMemory):
     def kv_slots(self, layer: int, slots: Tensor) -> KvSlots | None:
         """Return the slots for a kernel that computes and stores K and V. None if no such kernel can be used."""
         pages = self.layer_pages(layer)
-        return KvSlots(pages, slots) if self.device.has_kernels and pages is not None else None
+        return KvSlots(pages, slots) if pages is not None and elementwise_kernels(pages) is not None else None
 
     @contextmanager
     def in_step(self, load: LayerwiseLoad | None, on_stored: OnStored | None = None) -> Iterator[None]:

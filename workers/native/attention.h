@@ -26,6 +26,7 @@ struct Attention {
   const int64_t* tables;
   const Item* items;
   int64_t* next_tile;  // Shared by all threads of one call.
+  int64_t overwrites;  // Whether all results are written over, instead of merged into a partial.
   int64_t num_items, page_size, kv_heads, groups, key_dim, value_dim, query_stride, query_head_stride;
   Strides key_strides, value_strides;
   float scale;
@@ -61,12 +62,13 @@ class Cursor {
   const Element *key_, *value_;
 };
 
-// Merge a finished row into the output, which is initially (0, -inf).
-void write_row(const Found& row, int64_t value_dim, Element* out, float* lse) {
+// Merge a finished row into the output, which is (0, -inf) if no key has been seen yet, or write it over.
+void write_row(const Found& row, int64_t value_dim, bool overwrites, Element* out, float* lse) {
+  const float before = overwrites ? -std::numeric_limits<float>::infinity() : *lse;
   const float found = (row.reference + std::log2(row.sum)) * float(M_LN2);
-  const float top = std::max(found, *lse);
-  const float merged = top + std::log(std::exp(found - top) + std::exp(*lse - top));
-  const float mine = std::exp(found - merged) / row.sum, theirs = std::exp(*lse - merged);
+  const float top = std::max(found, before);
+  const float merged = top + std::log(std::exp(found - top) + std::exp(before - top));
+  const float mine = std::exp(found - merged) / row.sum, theirs = std::exp(before - merged);
   for (int64_t d = 0; d < value_dim; ++d) {
     const float held = theirs > 0 ? as_float(out[d]) * theirs : 0.0f;
     set(out[d], row.out[d] * mine + held);
@@ -95,7 +97,7 @@ class Tile {
     }
     for (int64_t row = 0; row < num_rows_; ++row) {
       const int64_t to = token(row) * a_.kv_heads * a_.groups + query_head(row);
-      write_row(found(s_, row, padded_), a_.value_dim, a_.out + to * a_.value_dim, a_.lse + to);
+      write_row(found(s_, row, padded_), a_.value_dim, a_.overwrites, a_.out + to * a_.value_dim, a_.lse + to);
     }
   }
 

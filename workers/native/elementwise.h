@@ -67,7 +67,7 @@ void normalize(const Element* x, const Element* weight, Element* out, int64_t si
 }
 
 // Dimensions i and i + head_dim / 2 are a pair.
-void rotate(const Element* x, const Element* cos, const Element* sin, Element* out, int64_t head_dim) {
+inline void rotate(const Element* x, const Element* cos, const Element* sin, Element* out, int64_t head_dim) {
   const int64_t half = head_dim / 2;
   for (int64_t d = 0; d < half; d += kPairs) {
     const auto [first, second] = std::pair(load(x + d, half - d), load(x + half + d, half - d));
@@ -77,6 +77,27 @@ void rotate(const Element* x, const Element* cos, const Element* sin, Element* o
     store(out + half + d, each(plus, each(times, second, load(cos + half + d, half - d)), from_first), half - d);
   }
 }
+
+// Rotate a head. With a weight, normalize it first.
+inline void turn(const Element* x, const Element* weight, float eps, const Element* cos, const Element* sin,
+                 Element* out, int64_t head_dim) {
+  Element normal[kMostDims];
+  if (weight) normalize(x, weight, normal, head_dim, eps);
+  rotate(weight ? normal : x, cos, sin, out, head_dim);
+}
+
+// Pages of one layer's keys and values. Strides are in elements.
+struct Pages {
+  Element* pages;
+  const int64_t* slots;  // Slots of rows.
+  int64_t page_size, page_stride, head_stride, which_stride, slot_stride;
+
+  // A row's key, or its value if `which` is 1, for a head.
+  Element* at(int64_t row, int64_t which, int64_t head) const {
+    return pages + slots[row] / page_size * page_stride + slots[row] % page_size * slot_stride + head * head_stride +
+           which * which_stride;
+  }
+};
 
 }  // namespace
 
@@ -100,29 +121,39 @@ extern "C" void EXPORT(rms_norm)(const Element* x, const Element* y, const Eleme
 extern "C" void EXPORT(rotate)(const Element* x, const Element* cos, const Element* sin, const Element* weight,
                                Element* out, int64_t num_heads, int64_t head_dim, int64_t token_stride,
                                int64_t head_stride, float eps, int64_t begin, int64_t end) {
-  Element normal[kMostDims];
   for (int64_t token = begin; token < end; ++token)
-    for (int64_t head = 0; head < num_heads; ++head) {
-      const Element* given = x + token * token_stride + head * head_stride;
-      if (weight) normalize(given, weight, normal, head_dim, eps);
-      Element* to = out + (token * num_heads + head) * head_dim;
-      rotate(weight ? normal : given, cos + token * head_dim, sin + token * head_dim, to, head_dim);
-    }
+    for (int64_t head = 0; head < num_heads; ++head)
+      turn(x + token * token_stride + head * head_stride, weight, eps, cos + token * head_dim, sin + token * head_dim,
+           out + (token * num_heads + head) * head_dim, head_dim);
+}
+
+// Rotate the heads of queries and keys of tokens begin to end, with weights normalize them first, and store keys and
+// values. The heads of a token are those of queries, keys and values, in this order, `stride` elements after the token
+// before.
+extern "C" void EXPORT(rotate_storing)(const Element* heads, const Element* cos, const Element* sin,
+                                       const Element* query_weight, const Element* key_weight, Element* out,
+                                       const Pages* pages, int64_t num_query_heads, int64_t num_kv_heads,
+                                       int64_t head_dim, int64_t stride, float eps, int64_t begin, int64_t end) {
+  for (int64_t token = begin; token < end; ++token) {
+    const Element *head = heads + token * stride, *my_cos = cos + token * head_dim, *my_sin = sin + token * head_dim;
+    for (int64_t i = 0; i < num_query_heads; ++i, head += head_dim)
+      turn(head, query_weight, eps, my_cos, my_sin, out + (token * num_query_heads + i) * head_dim, head_dim);
+    for (int64_t i = 0; i < num_kv_heads; ++i, head += head_dim)
+      turn(head, key_weight, eps, my_cos, my_sin, pages->at(token, 0, i), head_dim);
+    for (int64_t i = 0; i < num_kv_heads; ++i, head += head_dim)
+      std::memcpy(pages->at(token, 1, i), head, head_dim * sizeof(Element));
+  }
 }
 
 // Write rows begin to end of kv to their slots. Strides are in elements.
-extern "C" void EXPORT(store_kv)(Element* pages, const int64_t* slots, const Element* kv, int64_t page_size,
-                                 int64_t num_heads, int64_t head_dim, int64_t page_stride, int64_t head_stride,
-                                 int64_t which_stride, int64_t slot_stride, int64_t row_stride, int64_t kv_which_stride,
-                                 int64_t kv_head_stride, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    Element* to = pages + slots[row] / page_size * page_stride + slots[row] % page_size * slot_stride;
-    const Element* from = kv + row * row_stride;
+extern "C" void EXPORT(store_kv)(const Pages* pages, const Element* kv, int64_t num_heads, int64_t head_dim,
+                                 int64_t row_stride, int64_t which_stride, int64_t head_stride, int64_t begin,
+                                 int64_t end) {
+  for (int64_t row = begin; row < end; ++row)
     for (int64_t which = 0; which < 2; ++which)
       for (int64_t head = 0; head < num_heads; ++head)
-        std::memcpy(to + head * head_stride + which * which_stride,
-                    from + which * kv_which_stride + head * kv_head_stride, head_dim * sizeof(Element));
-  }
+        std::memcpy(pages->at(row, which, head), kv + row * row_stride + which * which_stride + head * head_stride,
+                    head_dim * sizeof(Element));
 }
 
 // Compute silu(gate) * up for rows begin to end, where each row is [gate, up] with size numbers each.

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.native.compile import CannotCompileError, Compiler, compiled_library, find_compiler
+from workers.native.recording import run
 
 MOST_DIMS = 1024
 """Maximum head size."""
@@ -26,7 +28,8 @@ BLOCK = 64
 
 _FIELDS = (
     *("query", "key", "value", "out", "lse", "tables", "items", "next_tile"),
-    *("num_items", "page_size", "kv_heads", "groups", "key_dim", "value_dim", "query_stride", "query_head_stride"),
+    *("overwrites", "num_items", "page_size", "kv_heads", "groups", "key_dim", "value_dim"),
+    *("query_stride", "query_head_stride"),
     *(f"{what}_{axis}_stride" for what in ("key", "value") for axis in ("page", "head", "slot")),
 )
 _LEAST_SHARED = 1 << 17
@@ -50,6 +53,23 @@ class _Selection(ctypes.Structure):
     )
 
 
+class _Pages(ctypes.Structure):
+    """Pages struct of elementwise.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("pages", "slots", "page_size")),
+        *((f"{axis}_stride", ctypes.c_int64) for axis in ("page", "head", "which", "slot")),
+    )
+
+    @classmethod
+    def of(cls, layer_pages: Tensor, slots: Tensor) -> "_Pages":
+        """Return the struct for ``layer_pages [page, H, 2, slot, D]``."""
+        assert layer_pages.stride(4) == 1, f"strides {layer_pages.stride()}"
+        assert slots.dtype == torch.int64, f"slots have dtype {slots.dtype}"
+        assert slots.is_contiguous(), f"strides {slots.stride()}"
+        return cls(layer_pages.data_ptr(), slots.data_ptr(), layer_pages.shape[3], *layer_pages.stride()[:4])
+
+
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -68,7 +88,8 @@ class _Functions:
         self.rms_norm = find("rms_norm", *[_POINTER] * 5, *[_SIZE] * 3, _FLOAT, *[_SIZE] * 2)
         self.rotate = find("rotate", *[_POINTER] * 5, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2)
         self.swiglu = find("swiglu", *[_POINTER] * 2, *[_SIZE] * 4)
-        self.store_kv = find("store_kv", *[_POINTER] * 3, *[_SIZE] * 12)
+        self.rotate_storing = find("rotate_storing", *[_POINTER] * 7, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2)
+        self.store_kv = find("store_kv", *[_POINTER] * 2, *[_SIZE] * 7)
         is_there = hasattr(library, f"baton_linear_{suffix}")
         self.linear = find("linear", *[_POINTER] * 4, *[_SIZE] * 7) if is_there else None
 
@@ -106,8 +127,10 @@ class Library:
         lse: Tensor,
         *,
         scale: float,
+        overwrites: bool = False,
     ) -> None:
-        """Merge into a partial attention of ``query [tokens, heads, D]`` to ``key`` and ``value [page, H, slot, dim]``.
+        """Merge into a partial attention of ``query [tokens, heads, D]`` to ``key`` and ``value [page, H, slot, dim]``,
+        or with ``overwrites``, write the partial, in which there may be anything.
 
         ``items [n, 7]`` are rows of Item in attention.h, no two of which have a query in common. ``tables`` holds
         their page numbers. Both are int64. Indices are not checked against the tensors' sizes. Elements of a head must
@@ -125,11 +148,19 @@ class Library:
         arguments = _Arguments(
             *(x.data_ptr() for x in (query, key, value, out, lse, tables, items)),
             ctypes.addressof(next_tile),
-            *(len(items), page_size, num_kv_heads, num_heads // num_kv_heads, query.shape[2], value.shape[3]),
+            *(
+                overwrites,
+                len(items),
+                page_size,
+                num_kv_heads,
+                num_heads // num_kv_heads,
+                query.shape[2],
+                value.shape[3],
+            ),
             *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
             scale,
         )
-        self._run_tiles(functions.attend, arguments)
+        run(partial(self._run_tiles, functions.attend, arguments, next_tile))
 
     def select(
         self, query: Tensor, weights: Tensor, keys: Tensor, table: Tensor, visible: Tensor, top_k: int
@@ -154,16 +185,18 @@ class Library:
         arguments = _Arguments(
             *(x.data_ptr() for x in (query, keys, keys)),
             *(0, 0, table.data_ptr(), items.data_ptr(), ctypes.addressof(next_tile)),
-            *(1, keys.shape[2], 1, num_heads, dim, 0),
+            *(False, 1, keys.shape[2], 1, num_heads, dim, 0),
             *(*query.stride()[:2], *keys.stride()[:3], *keys.stride()[:3]),
             1.0,
         )
         pointers = (x.data_ptr() for x in (weights, visible, scores, numbers))
-        self._run_tiles(self._functions_for(query, keys).select, _Selection(arguments, *pointers, top_k))
+        function = self._functions_for(query, keys).select
+        run(partial(self._run_tiles, function, _Selection(arguments, *pointers, top_k), next_tile))
         return scores, numbers
 
-    def _run_tiles(self, function: Callable[..., int], arguments: ctypes.Structure) -> None:
+    def _run_tiles(self, function: Callable[..., int], arguments: ctypes.Structure, next_tile: ctypes.c_int64) -> None:
         """Run a function that takes tiles until none is left on all threads."""
+        next_tile.value = 0
         given = ctypes.byref(arguments)
         calls = [self._helpers.submit(function, given) for _ in range(self._num_threads - 1)]
         if any([function(given), *(call.result() for call in calls)]):
@@ -202,17 +235,38 @@ class Library:
         self._share(self._functions_for(gate_up).swiglu, given, num_rows, 2 * size)
         return out
 
+    def rotate_storing(
+        self,
+        heads: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        weights: tuple[Tensor, Tensor] | None,
+        eps: float,
+        layer_pages: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        (num_tokens, num_heads, head_dim), num_kv_heads = heads.shape, layer_pages.shape[1]
+        assert head_dim <= MOST_DIMS, f"head size {head_dim} is above {MOST_DIMS}"
+        assert heads.stride()[1:] == (head_dim, 1), f"strides {heads.stride()}"
+        assert cos.is_contiguous(), f"strides {cos.stride()}"
+        assert sin.is_contiguous(), f"strides {sin.stride()}"
+        assert len(slots) == num_tokens, f"{len(slots)} slots for {num_tokens} rows"
+        num_query_heads, scales = num_heads - 2 * num_kv_heads, weights or ()
+        function = self._functions_for(heads, cos, sin, layer_pages, *scales).rotate_storing
+        out = heads.new_empty(num_tokens, num_query_heads, head_dim)
+        q_scale, k_scale = (each.data_ptr() for each in scales) if scales else (None, None)
+        pointers = (heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), q_scale, k_scale, out.data_ptr())
+        pages, sizes = _Pages.of(layer_pages, slots), (num_query_heads, num_kv_heads, head_dim, heads.stride(0))
+        self._share(function, (*pointers, ctypes.byref(pages), *sizes, eps), num_tokens, num_heads * head_dim)
+        return out
+
     def store_kv(self, layer_pages: Tensor, slots: Tensor, kv: Tensor) -> None:
         num_rows, _, num_heads, head_dim = kv.shape
-        assert kv.stride(3) == layer_pages.stride(4) == 1, f"strides {kv.stride()}, {layer_pages.stride()}"
-        assert slots.dtype == torch.int64, f"slots have dtype {slots.dtype}"
-        assert slots.is_contiguous(), f"strides {slots.stride()}"
+        assert kv.stride(3) == 1, f"strides {kv.stride()}"
         assert len(slots) == num_rows, f"{len(slots)} slots for {num_rows} rows"
-        pointers = (layer_pages.data_ptr(), slots.data_ptr(), kv.data_ptr())
-        sizes = (layer_pages.shape[3], num_heads, head_dim)
-        strides = (*layer_pages.stride()[:4], *kv.stride()[:3])
-        function = self._functions_for(layer_pages, kv).store_kv
-        self._share(function, (*pointers, *sizes, *strides), num_rows, kv[0].numel() if num_rows else 0)
+        given = (kv.data_ptr(), num_heads, head_dim, *kv.stride()[:3])
+        function, pages = self._functions_for(layer_pages, kv).store_kv, _Pages.of(layer_pages, slots)
+        self._share(function, (ctypes.byref(pages), *given), num_rows, kv[0].numel() if num_rows else 0)
 
     @property
     def multiplies_packed(self) -> bool:
@@ -259,8 +313,11 @@ class Library:
     ) -> None:
         """Call ``function`` for all rows, divided among the threads if there are at least ``least`` elements."""
         if self._num_threads == 1 or num_rows * size < least:
-            function(*given, 0, num_rows)
-            return
+            run(partial(function, *given, 0, num_rows))
+        else:
+            run(partial(self._run_on_all, function, given, num_rows))
+
+    def _run_on_all(self, function: Callable[..., int], given: tuple[object, ...], num_rows: int) -> None:
         ends = [num_rows * part // self._num_threads for part in range(self._num_threads + 1)]
         calls = [self._helpers.submit(function, *given, *part) for part in pairwise(ends[1:])]
         function(*given, 0, ends[1])

@@ -23,7 +23,7 @@ from workers.native.library import Library
 pytestmark = pytest.mark.native
 
 EPS = 1e-6
-NAMES = {"rms_norm", "add_rms_norm", "rotate", "store_kv", "swiglu"}
+NAMES = {"rms_norm", "add_rms_norm", "rotate", "rotate_storing", "store_kv", "swiglu"}
 SPECIAL = (0.0, -0.0, 1e-38, 1e-30, 90.0, -90.0, 3e38, float("inf"), float("-inf"), float("nan"))
 ROWS, SIZES, SEEDS = st.integers(0, 5), st.integers(1, 150), st.integers(0, 2**30)
 
@@ -121,6 +121,40 @@ def test_rows_of_kv_go_only_to_their_slots(
     check_same(found.group("full_attention"), expected.group("full_attention"))
 
 
+@given(
+    num_tokens=ROWS,
+    heads=st.tuples(st.integers(1, 5), st.integers(1, 2)),
+    half=st.integers(1, 40),
+    has_norms=st.booleans(),
+    seed=SEEDS,
+    gap=SIZES,
+)
+def test_heads_are_rotated_into_their_slots(
+    library: Library,
+    dtype: torch.dtype,
+    num_tokens: int,
+    heads: tuple[int, int],
+    half: int,
+    has_norms: bool,
+    seed: int,
+    gap: int,
+) -> None:
+    (num_queries, num_kv), dim, page_size = heads, 2 * half, 3
+    found, expected = (kv_pool(6, num_kv, 2, page_size, dim, dtype) for _ in range(2))
+    of_layer = [pool.group("full_attention")[:, :, 1] for pool in (found, expected)]
+    slots = torch.randperm(6 * page_size, generator=torch.Generator().manual_seed(seed))[:num_tokens]
+    num_heads = num_queries + 2 * num_kv
+    row = draw(dtype, seed, num_tokens, num_heads * dim, gap=gap).view(num_tokens, num_heads, dim)
+    q, k, v = torch.split(row, [num_queries, num_kv, num_kv], dim=1)
+    cos, sin = (draw(dtype, seed + number, num_tokens, 1, dim) for number in (1, 2))
+    weights = (draw(dtype, seed + 3, dim), draw(dtype, seed + 4, dim)) if has_norms else None
+    turned = library.rotate_storing(row, cos, sin, weights, EPS, of_layer[0], slots)
+    q_weight, k_weight = weights or (None, None)
+    library.store_kv(of_layer[1], slots, torch.stack((library.rotate(k, cos, sin, k_weight, EPS), v), dim=1))
+    check_same(turned, library.rotate(q, cos, sin, q_weight, EPS))
+    check_same(found.group("full_attention"), expected.group("full_attention"))
+
+
 def test_numbers_at_the_edge(library: Library, dtype: torch.dtype) -> None:
     x = torch.tensor(SPECIAL * 7).to(dtype)[None]
     gate_up = torch.cat((x, torch.ones_like(x)), dim=1)
@@ -162,7 +196,11 @@ def test_layers_use_them(library: Library, dtype: torch.dtype, monkeypatch: pyte
     monkeypatch.setitem(elementwise._REGISTERED, (CPU, dtype), object.__new__(Noting))
     layer, x = RMSNorm(8, EPS), torch.ones(2, 8, dtype=dtype)
     layer.weight = torch.nn.Parameter(torch.ones(8, dtype=dtype), requires_grad=False)
-    layer(x), layer.of_sum(x, x), gated(x), Rotation(x[:, None], x[:, None]).apply(x[:, None], layer)
+    rotation, pool = Rotation(x[:, None], x[:, None]), kv_pool(1, 1, 1, 2, 8, dtype)
+    layer(x), layer.of_sum(x, x), gated(x), rotation.apply(x[:, None], layer)
+    slots = pool.kv_slots(0, torch.arange(2))
+    assert slots is not None
+    rotation.apply_storing(torch.ones(2, 3, 8, dtype=dtype), layer, layer, slots)
     for num_rows in (2, 0):
         kv_pool(1, 1, 1, 2, 4, dtype).write(0, torch.arange(num_rows), x[:num_rows, None])
     assert set(used) == NAMES

@@ -33,9 +33,11 @@ from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.attention.triton.tiling import fair_share
 from workers.context_parallel.shard_plan import join_shapes
+from workers.device import CPU
 from workers.engine.attention_context import make_context
 from workers.engine.batch import PreviousTokens, build_step_batch
-from workers.engine.decode_graphs import REPLAYED, CaptureError, DecodeGraphs
+from workers.engine.captures import CaptureError
+from workers.engine.decode_graphs import REPLAYED, DecodeGraphs
 from workers.engine.step_context import CpExchange
 from workers.engine.weights import load_model
 from workers.layers.feed_forward import Experts
@@ -112,6 +114,7 @@ def test_steps_with_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fam
     rows = [Request([5], 17, [4, 1, 7, 2, 0], True), Request([7], 3, [5], True), Request([9], 0, [6], True)]
     with torch.inference_mode():
         kernels_on_cpu(monkeypatch)
+        monkeypatch.setattr(CPU, "has_own_memory", True)  # like a GPU, it captures steps of some sizes
         graphs = DecodeGraphs(model, pool, TritonAttention(), 4, capture)
         before, hidden = pool.bytes.clone(), graphs.run(step_of(rows))
         assert hidden is not None
@@ -177,6 +180,7 @@ def test_padding_does_not_use_experts(tmp_path: Path, monkeypatch: pytest.Monkey
         expected = usual(model, pool, rows)
         by_usual, _ = loads(), [layer.loads.zero_() for layer in experts]
         kernels_on_cpu(monkeypatch)
+        monkeypatch.setattr(CPU, "has_own_memory", True)  # like a GPU, it captures steps of some sizes
         graphs = DecodeGraphs(model, pool, TritonAttention(), 5, capture)
         assert not any(map(any, loads())), "no request was in what was captured"
         hidden = graphs.run(step_of(rows))

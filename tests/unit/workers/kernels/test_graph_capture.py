@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers.engine.decode_graphs import GraphCapture
+from workers.engine.captures import GraphCapture
 
 
 class Cuda:

@@ -29,9 +29,9 @@ from workers import rank
 from workers.attention.registry import BackendChoice
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.device import GPU, open_device
-from workers.engine import native_kernels, pool_memory, runner
+from workers.engine import captures, native_kernels, pool_memory, runner
 from workers.engine.batch import StepInput
-from workers.engine.decode_graphs import Capture
+from workers.engine.captures import Capture
 from workers.engine.pool_memory import pool_memory_gib
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
@@ -40,6 +40,7 @@ from workers.models.decoder import DecoderModel
 
 TOTAL, WEIGHTS, ACTIVATIONS, OTHERS, GRAPH, WORKSPACE = (n * GIB for n in (100, 16, 2, 1, 3, 4))
 SIZES = batch_sizes(8)
+NO_FEATURES = {"has_windows": False, "has_experts": False}
 
 
 class FakeGpu:
@@ -251,7 +252,7 @@ def test_a_rank_captures_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatc
     gpu = FakeGpu(monkeypatch)
     monkeypatch.setattr(rank, "open_device", lambda *_: GpuOnHost())
     monkeypatch.setattr(native_kernels, "choose_backend", lambda *_: BackendChoice("plain", PlainGraphs(), "a test"))
-    monkeypatch.setattr(rank, "GraphCapture", lambda stream: stream.make_capture())
+    monkeypatch.setattr(captures, "GraphCapture", lambda stream: stream.make_capture())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: gpu)
     given = worker({"kv": {"memory_gib": 0.001}, "resources": {"device": "cuda", "attention": "auto"}})
     store: Any = HashStore()
@@ -298,6 +299,9 @@ def test_steps_with_layerwise_loads_are_counted(model: DecoderModel) -> None:
         ({"resources": {"device": "cuda", "attention": "flash_attn"}}, "attention by flash_attn"),
         ({"resources": {"device": "cuda", "attention": "torch"}}, "attention by torch"),
         ({"decode": {"parallel": {"pp": 2}}}, "pipeline stages"),
+        ({"resources": {"device": "cpu"}}, ""),
+        ({"decode": {"parallel": {"tp": 2}}, "resources": {"device": "cpu"}}, "collectives through the host"),
+        ({"resources": {"device": "cpu", "attention": "torch"}}, "attention by torch"),
         ({"decode": {"parallel": {"dp": 2}}}, ""),
         (
             {"decode": {"parallel": {"dp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}},
@@ -318,19 +322,24 @@ def test_steps_with_layerwise_loads_are_counted(model: DecoderModel) -> None:
 )
 def test_pools_that_allow_capture(text: dict[str, Any], reason: str) -> None:
     config = DeployConfig.model_validate({"resources": {"device": "cuda"}} | text)
-    assert why_not_captured(config, config.decode, has_windows=False) == reason
-    assert captures_decode(config, config.decode, has_windows=False) == (not reason)
-    assert not captures_decode(config, config.prefill, has_windows=False)
+    assert why_not_captured(config, config.decode, **NO_FEATURES) == reason
+    assert captures_decode(config, config.decode, **NO_FEATURES) == (not reason)
+    assert not captures_decode(config, config.prefill, **NO_FEATURES)
 
 
-def test_no_pool_on_a_cpu_captures() -> None:
-    config = DeployConfig.model_validate({"decode": {"parallel": {"pp": 2}}})
-    assert not captures_decode(config, config.decode, has_windows=True)
-    assert not why_not_captured(config, config.decode, has_windows=True)
+def test_experts_are_captured_on_gpus_only() -> None:
+    features = NO_FEATURES | {"has_experts": True}
+    for device, reason in (("cpu", "experts on a CPU"), ("cuda", "")):
+        config = DeployConfig.model_validate({"resources": {"device": device}})
+        assert why_not_captured(config, config.decode, **features) == reason
+        assert captures_decode(config, config.decode, **features) == (not reason)
 
 
 def test_windowed_models_are_not_captured() -> None:
-    config = DeployConfig.model_validate({"resources": {"device": "cuda"}})
-    assert why_not_captured(config, config.decode, has_windows=True) == "sliding windows"
-    assert not captures_decode(config, config.decode, has_windows=True)
-    assert not why_not_captured(config, config.prefill, has_windows=True)
+    config, features = (
+        DeployConfig.model_validate({"resources": {"device": "cuda"}}),
+        NO_FEATURES | {"has_windows": True},
+    )
+    assert why_not_captured(config, config.decode, **features) == "sliding windows"
+    assert not captures_decode(config, config.decode, **features)
+    assert not why_not_captured(config, config.prefill, **features)

@@ -1,0 +1,145 @@
+"""Decode steps of a CPU that are captured as calls, compared bit by bit with steps that are computed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.spec.config import AttentionSetting
+from cluster.spec.ids import Room
+from cluster.spec.sampling import Sampling
+from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepPlan
+from tests.fakes.checkpoints import make_checkpoint
+from workers.context_parallel.shard_plan import make_step_shape
+from workers.engine.captures import CallCapture, CaptureError
+from workers.engine.decode_graphs import REPLAYED
+from workers.engine.native_kernels import choose_kernels
+from workers.engine.rank_groups import RankGroups
+from workers.engine.runner import ModelRunner
+from workers.engine.weights import load_model
+from workers.kernels import elementwise
+from workers.memory.page_pool import PagePool
+
+PAGE_SIZE, PAGES_PER_REQUEST, MOST = 4, 3, 10
+
+
+@pytest.fixture
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget native code after the test."""
+    monkeypatch.setattr(elementwise, "_REGISTERED", dict(elementwise._REGISTERED))
+
+
+def runner_of(folder: Path, dtype: torch.dtype) -> ModelRunner:
+    model = load_model(folder, dtype=dtype)
+    geometry = model.config.kv_geometry("model", str(dtype).removeprefix("torch."), PAGE_SIZE)
+    backend = choose_kernels(AttentionSetting.NATIVE, model, geometry).backend
+    pool = PagePool.of_one_rank(geometry, MOST * PAGES_PER_REQUEST)
+    return ModelRunner(model, pool, backend, RankGroups())
+
+
+def plan(step: int, scheduled: list[ScheduledRequest], new: list[NewRequest], releases: list[Room]) -> StepPlan:
+    shape = make_step_shape(scheduled)
+    return StepPlan(step=step, shape=shape, new_requests=new, scheduled=scheduled, releases=releases)
+
+
+def answers(runner: ModelRunner, num_requests: int, num_steps: int) -> list[list[int]]:
+    """Return greedy tokens of some requests. Their prompts have different lengths, and the last one ends early."""
+    rooms = [Room(number) for number in range(num_requests)]
+    new = [
+        NewRequest(
+            room=room, prompt_len=1 + number % 3, owner_base=0, sampling=Sampling(temperature=0.0), destination=None
+        )
+        for number, room in enumerate(rooms)
+    ]
+    prompts = [
+        ScheduledRequest(
+            room=room,
+            first_position=0,
+            token_ids=[7 + 3 * number] * (1 + number % 3),
+            new_pages=[list(range(number * PAGES_PER_REQUEST, (number + 1) * PAGES_PER_REQUEST))],
+            samples=True,
+            output_position=0,
+        )
+        for number, room in enumerate(rooms)
+    ]
+    tokens: list[list[int]] = [[] for _ in rooms]
+    found = runner.execute(plan(1, prompts, new, []))
+    for step in range(num_steps):
+        for number, room in enumerate(rooms):
+            if room in found:
+                tokens[number].append(found[room].token_id)
+        open_rooms = rooms[: max(num_requests - (step >= num_steps // 2), 1)]
+        rows = [
+            ScheduledRequest(
+                room=room,
+                first_position=1 + number % 3 + step,
+                token_ids=[tokens[number][-1]],
+                new_pages=[[]],
+                samples=True,
+                output_position=step + 1,
+            )
+            for number, room in enumerate(open_rooms)
+        ]
+        found = runner.execute(plan(step + 2, rows, [], []))
+    runner.execute(plan(99, [], [], rooms))
+    return tokens
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("_registered")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_replayed_steps_are_those_that_are_computed(
+    tmp_path: Path, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(make_checkpoint(tmp_path, family), dtype)
+    hidden: list[Tensor] = []
+    logits = runner._model.logits
+
+    def noted(x: Tensor) -> Tensor:
+        hidden.append(x.clone())
+        return logits(x)
+
+    monkeypatch.setattr(runner._model, "logits", noted)
+    expected = [answers(runner, num_requests, 8) for num_requests in (1, 3, 9)]
+    computed = hidden.copy()
+    hidden.clear()
+    runner.capture_decode(MOST, CallCapture())
+    assert [answers(runner, num_requests, 8) for num_requests in (1, 3, 9)] == expected
+    assert all(map(torch.equal, hidden, computed))
+    assert runner.graph_steps == {REPLAYED: 9 + 8 + 4, "more requests than captured": 4, "prompt tokens": 2}
+    assert runner.graph_bytes == 0
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("_registered")
+def test_latents_are_not_captured(tmp_path: Path) -> None:
+    runner = runner_of(make_checkpoint(tmp_path, "deepseek_v3"), torch.float32)
+    runner.capture_decode(MOST, CallCapture())
+    answers(runner, 1, 2)
+    assert runner.graph_steps == {"attention cannot be captured": 3}
+
+
+def test_copies_are_made_again_and_views_are_not() -> None:
+    x, y = torch.zeros(2, 3), torch.ones(3)
+
+    def compute() -> Tensor:
+        wide = x.to(torch.float64).T.reshape(2, 3)
+        return wide.add_(y.view(1, 3)).mul(2).flatten()
+
+    with torch.inference_mode():
+        out, replay = CallCapture()(compute)
+        for number in (1.0, 5.0):
+            x.copy_(torch.arange(6.0).view(2, 3) * number)
+            y.fill_(number)
+            replay()
+            assert torch.equal(out, compute())
+
+
+@pytest.mark.parametrize("compute", [lambda x: x * x.sum().item(), lambda x: x * int(x[0]), lambda x: x.max(dim=0)[0]])
+def test_numbers_that_python_reads_cannot_be_captured(compute: Callable[[Tensor], Tensor]) -> None:
+    x = torch.ones(2)
+    with torch.inference_mode(), pytest.raises(CaptureError, match="does not return a tensor"):
+        CallCapture()(lambda: compute(x))
