@@ -5,6 +5,7 @@ alone use ``torch.cuda`` themselves.
 """
 
 import ctypes
+import math
 import os
 import platform
 import time
@@ -19,6 +20,9 @@ from cluster.spec import config
 from cluster.spec.errors import UserError
 from cluster.spec.memory import GIB, LIBRARIES_GIB, GpuMemory
 
+SAMPLE_S = 0.02
+"""Minimum duration in seconds of a measurement that need not be repeated or enlarged."""
+_MOST_SAMPLES = 5
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameter numbers of mallopt(3)."""
 _RETAINED_BYTES = 512 << 20
@@ -83,6 +87,18 @@ class Device:
     def now_s(self) -> float:
         """Return the current time, for measurements, once all work started so far is complete."""
         return time.perf_counter()
+
+    def least_s(self, call: Callable[[], object]) -> float:
+        """Return the shortest time in seconds of several calls, of fewer if one takes long."""
+        started_s, least_s = self.now_s(), math.inf
+        for _ in range(_MOST_SAMPLES):
+            start_s = self.now_s()
+            call()
+            end_s = self.now_s()
+            least_s = min(least_s, end_s - start_s)
+            if end_s - started_s >= SAMPLE_S:
+                break
+        return least_s
 
     def record_event(self) -> Event | None:
         """Record an event after all work that this thread has started; return None if that work is complete."""

@@ -1,7 +1,6 @@
 """The fastest CPU backend for each kind of step, measured on this machine."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
@@ -21,9 +20,9 @@ from workers.attention.interface import (
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
 from workers.attention.selection import QueryRun
+from workers.device import CPU
 
 _PAGE_SIZE = 64
-_REPEATS = 3
 _LEAST_GAIN = 1.2
 """Minimum speedup for which a backend replaces the preferred one, so that noise rarely decides."""
 _TOLERANCE = 0.03
@@ -89,7 +88,7 @@ def find_fastest(
     preferred = next(iter(sound))
     chosen, reasons = dict[Work, str](), []
     for work, trial in trials.items():
-        times_s = {name: _least_s(trial(backend)) for name, backend in sound.items()}
+        times_s = {name: CPU.least_s(trial(backend)) for name, backend in sound.items()}
         chosen[work] = min(times_s, key=lambda name: times_s[name] * (1 if name == preferred else _LEAST_GAIN))
         times = (f"{name} {1e3 * times_s[name]:.3g} ms" for name in sorted(times_s, key=times_s.__getitem__))
         reasons.append(f"{work}: {', '.join(times)}")
@@ -131,12 +130,3 @@ def _trial(runs: Sequence[Run], shape: AttentionShape, dtype: torch.dtype) -> _T
     )
     query = torch.randn(sum(run.count for run in runs), shape.num_heads, shape.query_dim).to(dtype)
     return lambda backend: partial(backend.prepare(runs, tables, _PAGE_SIZE).attend, query, key, value, shape.params)
-
-
-def _least_s(call: Callable[[], object]) -> float:
-    times_s = []
-    for _ in range(_REPEATS):
-        start_s = time.thread_time()
-        call()
-        times_s.append(time.thread_time() - start_s)
-    return min(times_s)

@@ -1,6 +1,5 @@
 """Measurement of a rank's speed during warm-up, in a fraction of a second, with one layer and scratch memory."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from workers.attention.merge import Partial, merge
 from workers.attention.runs import Run
 from workers.context_parallel.chunk_sizes import slowest
 from workers.context_parallel.cost_model import ModelShape, Rates, computed_pairs
-from workers.device import Device
+from workers.device import SAMPLE_S, Device
 from workers.engine.rank_groups import RankGroups
 from workers.layers.attention import AttentionContext, Expand
 from workers.memory.page_pool import PagePool
@@ -24,8 +23,6 @@ from workers.models.decoder import DecoderModel, Residual
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, exchange_at_start
 
-_SAMPLE_S = 0.02
-"""Minimum duration in seconds of a measurement that need not be repeated or enlarged."""
 _REPEATS = 5
 _SHORT_RUNS = 8
 _PAUSES = 3
@@ -48,7 +45,7 @@ def calibrate(
     with torch.inference_mode(), model.device.torch_device, model.groups.alone():
         floor_s, linear_flops_per_s = _measure_linear(model)
         run_s, attention_flops_per_s = _measure_attention(model, pool, backend)
-        head_s = _least_s(model.device, lambda: model.logits(_hidden(model, 1))) if model.is_last else 0.0
+        head_s = model.device.least_s(lambda: model.logits(_hidden(model, 1))) if model.is_last else 0.0
         row_s, merge_row_s = _measure_store(model, pool), _measure_merge(model)
     return Rates(
         step_s=shape.num_layers * floor_s + head_s,
@@ -86,12 +83,12 @@ def _measure_linear(model: DecoderModel) -> tuple[float, float]:
     def layer_s(num_tokens: int) -> float:
         hidden = _hidden(model, num_tokens)
         rotation = model.rotary(torch.arange(num_tokens, device=model.device.torch_device), model.dtype)
-        return _least_s(model.device, lambda: layer(Residual(hidden, hidden), rotation, context, None))
+        return model.device.least_s(lambda: layer(Residual(hidden, hidden), rotation, context, None))
 
     few_tokens, most_tokens = model.device.samples.tokens
     num_tokens, few_s = few_tokens, layer_s(few_tokens)
     many_s = few_s
-    while num_tokens < most_tokens and many_s < _SAMPLE_S:
+    while num_tokens < most_tokens and many_s < SAMPLE_S:
         num_tokens *= 4
         many_s = layer_s(num_tokens)
     if num_tokens == few_tokens:
@@ -119,7 +116,7 @@ def _measure_attention(model: DecoderModel, pool: PagePool, backend: AttentionBa
         num_queries = sum(run.count for run in runs)
         query = torch.zeros(num_queries, attention.num_heads, attention.query_dim, dtype=model.dtype)
         kv = params.key_and_value(pool.layer_view(0))
-        return _least_s(model.device, lambda: step.attend(query, *kv, params))
+        return model.device.least_s(lambda: step.attend(query, *kv, params))
 
     run_s = runs_s([Run(request, 0, 2, 1) for request in range(_SHORT_RUNS)]) / _SHORT_RUNS
     long = Run(0, samples.prefix, samples.queries, 1)
@@ -185,14 +182,14 @@ def _measure_merge(model: DecoderModel) -> float:
     _, num_tokens = model.device.samples.tokens
     shape = (num_tokens, model.attention.num_heads)
     partial = Partial(torch.zeros(*shape, model.attention.value_dim, dtype=model.dtype), torch.zeros(shape))
-    return _least_s(model.device, lambda: merge([partial, partial])) / (2 * num_tokens)
+    return model.device.least_s(lambda: merge([partial, partial])) / (2 * num_tokens)
 
 
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:
     _, num_tokens = model.device.samples.tokens
     slots = torch.full((num_tokens,), pool.null_slot)
     kv = torch.zeros(num_tokens, *pool.row_shape(0), dtype=model.dtype)
-    return _least_s(model.device, lambda: pool.write(0, slots, kv)) / num_tokens
+    return model.device.least_s(lambda: pool.write(0, slots, kv)) / num_tokens
 
 
 def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:
@@ -200,19 +197,6 @@ def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:
     generator = torch.Generator(device=model.device.torch_device).manual_seed(0)
     shape = num_tokens, model.config.hidden_size
     return torch.randn(shape, generator=generator, device=model.device.torch_device).to(model.dtype)
-
-
-def _least_s(device: Device, call: Callable[[], object]) -> float:
-    """Return the shortest time of several calls."""
-    started_s, least_s = device.now_s(), math.inf
-    for _ in range(_REPEATS):
-        start_s = device.now_s()
-        call()
-        end_s = device.now_s()
-        least_s = min(least_s, end_s - start_s)
-        if end_s - started_s >= _SAMPLE_S:
-            break
-    return least_s
 
 
 def _rate(work: float, seconds: float, fallback: float) -> float:

@@ -1,11 +1,11 @@
 """Choice of a model's kernels: the attention backend, and on CPUs native code, as far as it is faster than torch."""
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 import torch
+from torch import Tensor
 
 from cluster.spec.config import AttentionSetting
 from cluster.spec.kv import KvGeometry
@@ -21,7 +21,6 @@ _log = logging.getLogger(__name__)
 _ROWS = (1, 4, 16, MOST_ROWS)
 _SAMPLE_BYTES = 64 << 20
 """Bytes of weights to multiply by, which are more than a core's caches hold."""
-_REPEATS = 2
 
 
 def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvGeometry) -> BackendChoice:
@@ -54,15 +53,8 @@ def use_native_products(model: DecoderModel, library: Library) -> None:
 
 def _is_faster(device: Device, library: Library, matrices: Sequence[PackedMatrix], num_rows: int) -> bool:
     inputs = {size: torch.zeros(num_rows, size, dtype=torch.bfloat16) for size in {each.shape[1] for each in matrices}}
-    ways: list[Callable[[PackedMatrix], object]] = [
-        lambda matrix: matrix.multiply_few(library, inputs[matrix.shape[1]]),
-        lambda matrix: matrix.multiply_many(inputs[matrix.shape[1]]),
-    ]
-    least_s = [math.inf, math.inf]
-    for _ in range(_REPEATS):
-        for index, multiply in enumerate(ways):
-            start_s = device.now_s()
-            for matrix in matrices:
-                multiply(matrix)
-            least_s[index] = min(least_s[index], device.now_s() - start_s)
-    return least_s[0] < least_s[1]
+
+    def time_s(multiply: Callable[[PackedMatrix, Tensor], Tensor]) -> float:
+        return device.least_s(lambda: [multiply(matrix, inputs[matrix.shape[1]]) for matrix in matrices])
+
+    return time_s(lambda matrix, x: matrix.multiply_few(library, x)) < time_s(PackedMatrix.multiply_many)
