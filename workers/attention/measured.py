@@ -23,7 +23,7 @@ from workers.attention.selection import QueryRun
 from workers.device import CPU
 
 _PAGE_SIZE = 64
-_LEAST_GAIN = 1.2
+_LEAST_GAIN = 1.05
 """Minimum speedup for which a backend replaces the preferred one, so that noise rarely decides."""
 _TOLERANCE = 0.03
 """Maximum difference from torch's results, which is more than rounding causes."""

@@ -59,12 +59,17 @@ class GraphCapture:
 class CallCapture:
     """Capture of computations on a CPU as calls of native code and torch. Tensors stay at their addresses.
 
-    A computation must not read numbers into Python, as ``tolist`` does, since they would be those of the capture.
+    Captures share memory, since only one is replayed at a time. A computation must not read numbers into Python, as
+    ``tolist`` does, since they would be those of the capture.
     """
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor] = []
+        """Memory of the tensors that the first capture allocated, in order."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         calls: list[Call] = []
-        recorder = _Recorder(calls)
+        recorder = _Recorder(calls, self._memory)
         with recorder, recorded_in(calls):
             out = compute()
         return out, partial(_replay, calls, recorder.tensors)
@@ -79,9 +84,10 @@ def _replay(calls: Sequence[Call], _tensors: Sequence[Tensor]) -> None:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Recorder of torch's operations. Native calls, which torch does not see, are in the same list."""
 
-    def __init__(self, calls: list[Call]) -> None:
+    def __init__(self, calls: list[Call], memory: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls = calls
+        self._calls, self._memory = calls, memory
+        self._num_allocated = 0
         self.tensors: list[Tensor] = []
         """Results, whose addresses later calls use."""
 
@@ -92,12 +98,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = operation()
         if func in _TO_PYTHON or not isinstance(out, Tensor):
             raise CaptureError(f"{func} does not return a tensor")
-        self.tensors.append(out)
-        if func._schema.is_mutable:
+        if func in _EMPTY:
+            out = self._allocate(out)
+        elif func._schema.is_mutable:
             self._calls.append(operation)
-        elif func not in _EMPTY and not _is_view(out, args):
+        elif not _is_view(out, args):
             self._calls.append(lambda: out.copy_(operation()))
+        self.tensors.append(out)
         return out
+
+    def _allocate(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in the memory of the first capture, if that has allocated as much at this point."""
+        index, size = self._num_allocated, tensor.numel()
+        self._num_allocated += 1
+        if index == len(self._memory):
+            self._memory.append(tensor)
+        memory = self._memory[index]
+        if memory.dtype != tensor.dtype or memory.numel() < size or not tensor.is_contiguous():
+            return tensor
+        return memory.view(-1)[:size].view(tensor.shape)
 
 
 def _is_view(out: Tensor, args: Sequence[object]) -> bool:

@@ -27,7 +27,7 @@ from workers.parallel.collectives import Lens
 
 REPLAYED = "replayed"
 
-_MOST_ON_CPU = 8
+_MOST_ON_CPU = 16
 """Maximum number of requests of a step that a CPU captures. Python takes little of the time of larger ones."""
 
 _log = logging.getLogger(__name__)
@@ -158,8 +158,11 @@ class _CapturedStep:
 
     def _fill(self, step: StepInput) -> None:
         pool, num_requests = self._pool, len(step.scheduled)
-        on_host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=self._device.is_asynchronous)
-        token_ids, positions, slots, is_request = on_host.numpy()
+        on_host = self._inputs
+        if self._device.is_asynchronous:
+            on_host = torch.empty(self._inputs.shape, dtype=torch.int64, pin_memory=True)
+        token_ids, positions, slots, is_request = rows = on_host.numpy()
+        rows[:, num_requests:] = 0
         is_request[:num_requests] = 1
         token_ids[:num_requests] = [request.token_ids[0] for request in step.scheduled]
         positions[:num_requests] = [request.first_position for request in step.scheduled]
@@ -169,8 +172,9 @@ class _CapturedStep:
         slots[:] = [table[page] for table, page in zip(tables, pages.tolist(), strict=True)]
         slots *= pool.page_size
         slots += in_page
-        # The copy is asynchronous. Torch keeps the pinned memory until it is done.
-        self._inputs.copy_(on_host, non_blocking=True)
+        if on_host is not self._inputs:
+            # The copy is asynchronous. Torch keeps the pinned memory until it is done.
+            self._inputs.copy_(on_host, non_blocking=True)
         self._attention.fill(positions + 1, tables)
 
 

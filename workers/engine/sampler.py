@@ -211,7 +211,7 @@ def begin_sample(
     unprocessed = logits[of_asked] if of_asked is not None else logits
     if states:
         process(logits, states, positions)
-    are_finite = logits.amax(dim=-1).isfinite()  # NaN is the maximum of any row that holds it
+    are_finite = logits.amax(dim=-1).abs() < math.inf  # NaN is the maximum of any row that holds it
     token_ids = draw(logits, rows, positions)
     likelihoods = _likelihoods(unprocessed, token_ids[of_asked], max(asked.values())) if of_asked is not None else ()
     # Start the copy to the host now, since the next step may start before anyone waits for this one.

@@ -22,7 +22,7 @@ from workers.engine.weights import load_model
 from workers.kernels import elementwise
 from workers.memory.page_pool import PagePool
 
-PAGE_SIZE, PAGES_PER_REQUEST, MOST = 4, 3, 10
+PAGE_SIZE, PAGES_PER_REQUEST, MOST = 4, 3, 17
 
 
 @pytest.fixture
@@ -103,11 +103,11 @@ def test_replayed_steps_are_those_that_are_computed(
         return logits(x)
 
     monkeypatch.setattr(runner._model, "logits", noted)
-    expected = [answers(runner, num_requests, 8) for num_requests in (1, 3, 9)]
+    expected = [answers(runner, num_requests, 8) for num_requests in (1, 3, 17)]
     computed = hidden.copy()
     hidden.clear()
     runner.capture_decode(MOST, CallCapture())
-    assert [answers(runner, num_requests, 8) for num_requests in (1, 3, 9)] == expected
+    assert [answers(runner, num_requests, 8) for num_requests in (1, 3, 17)] == expected
     assert all(map(torch.equal, hidden, computed))
     assert runner.graph_steps == {REPLAYED: 9 + 8 + 4, "more requests than captured": 4, "prompt tokens": 2}
     assert runner.graph_bytes == 0
@@ -136,6 +136,23 @@ def test_copies_are_made_again_and_views_are_not() -> None:
             y.fill_(number)
             replay()
             assert torch.equal(out, compute())
+
+
+def test_captures_share_memory() -> None:
+    x, capture = torch.arange(8.0), CallCapture()
+
+    def computation(size: int) -> Callable[[], Tensor]:
+        return lambda: torch.add(x[:size], 1, out=torch.empty(size)) * torch.mul(x[:size], 2, out=torch.empty(size))
+
+    with torch.inference_mode():
+        captured = {size: capture(computation(size)) for size in (8, 3, 1)}
+        held = sum(memory.nbytes for memory in capture._memory)
+        for number in (2.0, 3.0):
+            x.mul_(number)
+            for size, (out, replay) in captured.items():
+                replay()
+                assert torch.equal(out, computation(size)())
+    assert held == 2 * 8 * 4
 
 
 @pytest.mark.parametrize("compute", [lambda x: x * x.sum().item(), lambda x: x * int(x[0]), lambda x: x.max(dim=0)[0]])
