@@ -1,21 +1,21 @@
-"""Throughput of one router process, and its CPU time per request and per streamed token.
+"""Speed of one router process, with an empty FastAPI app for comparison.
 
     python -m tests.bench.router [--prompt-len 32 8192] [--seconds 5] [--connections 32]
 
-The router, the replicas and the clients each have one process. The replicas compute nothing. Prints one JSON object per
-prompt length. On a shared machine compare CPU times: the router's capacity is 1 s / CPU time.
+The router, the replicas, the clients and the app each have one process. The replicas compute nothing. Prints one JSON
+object per prompt length: throughput and CPU time per request and per streamed token at full load, and the latency added
+at half load to that of a server without work. On a shared machine compare CPU times: the router's capacity is 1 s / CPU
+time.
 """
 
 import argparse
-import asyncio
-import itertools
 import json
-import random
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import uvloop
@@ -28,6 +28,7 @@ from cluster.spec.messages import Cancel, KvEvents, Message, Output, Submit, Sub
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason
 from cluster.spec.step_messages import Shutdown
+from tests.bench.http_load import full_load, random_load, request_of
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
 from workers.bench.process import WorkerProcess
 from workers.models.resolve import DESCRIPTION, resolve_model
@@ -36,6 +37,10 @@ STREAM_LEN = 256
 _HOST = "127.0.0.1"
 _IDLE_S = 0.05
 _WARM_UP_S = 1.0
+_GOAL_PER_S = 3000
+"""Number of requests per second that one process is to handle."""
+
+Figures = dict[str, float]
 
 
 class MockReplicas:
@@ -105,57 +110,45 @@ class MockReplicas:
             self._open[submit.room] = submit, num_sent + 1
 
 
-async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> None:
-    """Send a prepared request and read its complete answer. httpx would take more CPU time than the router."""
-    writer.write(request)
-    head = (await reader.readuntil(b"\r\n\r\n")).lower()
-    assert head.startswith(b"http/1.1 200"), head
-    if b"content-length: " in head:
-        await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
-    else:
-        while not (await reader.readuntil(b"\r\n")).startswith(b"0\r\n"):
-            pass
-        await reader.readexactly(2)
+def measure_full(
+    server: WorkerProcess, url: str, prompt_len: int, num_tokens: int, args: argparse.Namespace
+) -> Figures:
+    """Measure one-token answers or streams at full load. Figures are per token of a stream."""
+    request, what = request_of(url, prompt_len, num_tokens), "token" if num_tokens > 1 else "request"
+    uvloop.run(full_load(url, request, args.connections, min(_WARM_UP_S, args.seconds)))
+    before_s = call(server, "cpu_s")
+    count, duration_s = uvloop.run(full_load(url, request, args.connections, args.seconds))
+    cpu_s = call(server, "cpu_s") - before_s
+    return {
+        f"{what}s_per_s": round(count * num_tokens / duration_s, 1),
+        f"cpu_us_per_{what}": round(cpu_s / (count * num_tokens) * 1e6, 2),
+        f"cores_of_{what}s": round(cpu_s / duration_s, 3),
+    }
 
 
-async def full_load(url: str, request: bytes, num_connections: int, seconds: float) -> tuple[int, float]:
-    """Keep every connection busy. Return the number of answers and the time."""
-    at, start_s = urlsplit(url), time.monotonic()
-
-    async def client() -> int:
-        reader, writer = await asyncio.open_connection(at.hostname, at.port, limit=1 << 20)
-        for count in itertools.count():
-            if time.monotonic() >= start_s + seconds:
-                writer.close()
-                return count
-            await ask(reader, writer, request)
-        raise AssertionError("counting never ends")
-
-    counts = await asyncio.gather(*(client() for _ in range(num_connections)))
-    return sum(counts), time.monotonic() - start_s
+def measure_added(url: str, direct_url: str, prompt_len: int, per_s: float, args: argparse.Namespace) -> Figures:
+    """Measure the latency of requests that arrive at random times, minus that of answers without work."""
+    request = request_of(url, prompt_len, 1)
+    begin = partial(random_load, request=request, per_s=per_s, num_connections=args.connections, seconds=args.seconds)
+    served, direct = uvloop.run(begin(url)), uvloop.run(begin(direct_url))
+    return {"per_s": per_s} | {
+        f"added_p{percent}_ms": round((_percentile(served, percent) - _percentile(direct, percent)) * 1e3, 2)
+        for percent in (50, 99)
+    }
 
 
-def request_of(url: str, prompt_len: int, num_tokens: int) -> bytes:
-    prompt = random.Random(prompt_len).choices(range(300, 1000), k=prompt_len)
-    body = {"model": "mock", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": num_tokens > 1}
-    content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+def _percentile(values: Sequence[float], percent: int) -> float:
+    """Return a percentile of sorted values."""
+    return values[len(values) * percent // 100]
 
 
-def measure(router: WorkerProcess, url: str, prompt_len: int, args: argparse.Namespace) -> dict[str, float]:
-    """Measure one-token answers, then streams."""
-    figures: dict[str, float] = {"prompt_len": prompt_len}
-    for what, num_tokens in (("request", 1), ("token", STREAM_LEN)):
-        request = request_of(url, prompt_len, num_tokens)
-        uvloop.run(full_load(url, request, args.connections, min(_WARM_UP_S, args.seconds)))
-        before_s = call(router, "cpu_s")
-        count, duration_s = uvloop.run(full_load(url, request, args.connections, args.seconds))
-        cpu_s = call(router, "cpu_s") - before_s
-        figures[f"{what}s_per_s"] = round(count * num_tokens / duration_s, 1)
-        figures[f"router_cpu_us_per_{what}"] = round(cpu_s / (count * num_tokens) * 1e6, 2)
-        figures[f"router_cores_of_{what}s"] = round(cpu_s / duration_s, 3)
-    return figures
+def measure(
+    server: WorkerProcess, url: str, direct_url: str, prompt_len: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Measure one-token answers: full load, half of the goal, and half of what was reached."""
+    full = measure_full(server, url, prompt_len, 1, args)
+    halves = {"half_goal": _GOAL_PER_S / 2, "half_load": round(full["requests_per_s"] / 2)}
+    return full | {what: measure_added(url, direct_url, prompt_len, per_s, args) for what, per_s in halves.items()}
 
 
 def call(process: WorkerProcess, method: str, *args: Any) -> Any:
@@ -174,14 +167,20 @@ def main() -> None:
     with (
         closing(WorkerProcess("tests.bench.router:MockReplicas")) as replicas,
         closing(WorkerProcess("tests.fakes.router_host:RouterHost")) as router,
+        closing(WorkerProcess("tests.bench.baselines:EmptyFastApi")) as fastapi,
+        closing(WorkerProcess("tests.bench.baselines:Answerer")) as answerer,
     ):
-        call(replicas, "make")
+        for process in (replicas, fastapi, answerer):
+            call(process, "make")
         call(router, "make", config, folder, call(replicas, "start"))
-        url: str = call(router, "start")
+        url, fastapi_url, direct_url = (call(process, "start") for process in (router, fastapi, answerer))
         while httpx.get(f"{url}/ready").status_code != httpx.codes.OK:
             time.sleep(_IDLE_S)
         for prompt_len in args.prompt_len:
-            print(json.dumps(measure(router, url, prompt_len, args)), flush=True)
+            ours = measure(router, url, direct_url, prompt_len, args)
+            ours |= measure_full(router, url, prompt_len, STREAM_LEN, args)
+            empty = measure(fastapi, fastapi_url, direct_url, prompt_len, args)
+            print(json.dumps({"prompt_len": prompt_len, "router": ours, "fastapi": empty}), flush=True)
 
 
 if __name__ == "__main__":
