@@ -14,7 +14,6 @@ _ASK_AGAIN_S = 5.0
 """Time without a reply after which the router subscribes to a replica again."""
 LONG_TOKENS = 32_768
 """Prompt length above which all keys are computed ahead, in another process."""
-_FIRST_PAGES = 4
 _SHARES = (6, 7, 8, 9, 10) * 6 + (6, 10)
 """Number of values of a key's first byte that each part of a KeySet covers, 256 in total.
 
@@ -43,7 +42,7 @@ class PromptKeys:
     def known(self, is_known: Callable[[bytes], bool]) -> Sequence[bytes]:
         """Return all keys before the first unknown one, and possibly some more."""
         while len(self._keys) < self._num_pages and (not self._keys or is_known(self._keys[-1])):
-            self._extend(max(2 * len(self._keys), _FIRST_PAGES))
+            self._extend(max(2 * len(self._keys), 1))
         return self._keys
 
     def _extend(self, num_pages: int) -> None:
