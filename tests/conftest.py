@@ -12,8 +12,9 @@ import pytest
 from hypothesis import settings
 
 from cluster.cli.doctor import installed_version, missing_mooncake_packages
+from cluster.compilation import CannotCompileError
 from tests.leftovers import Before, find_leftovers
-from workers.native.compile import CannotCompileError, find_compiler
+from workers.native.compile import find_compiler
 
 REQUIRE = "BATON_REQUIRE"
 """Marks separated by commas, set by CI. Tests with such a mark must run, and skipping one is a failure."""

@@ -20,12 +20,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from cluster.compilation import CannotCompileError
 from cluster.machine_memory import MachineMemory, machine_memory
 from cluster.processes import INSTALL_FOLDER
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.errors import UserError
 from cluster.spec.memory import GIB
-from workers.native.compile import CannotCompileError, find_compiler
+from workers.native.compile import find_compiler
 
 MOONCAKE_PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 MOONCAKE_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1"}

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import torch
 
+from cluster.compilation import CannotCompileError
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from cluster.spec.kv import KvGroup
 from workers.attention.interface import AttentionBackend, AttentionShape, Feature
 from workers.attention.measured import find_fastest
 from workers.device import Device
-from workers.native.compile import CannotCompileError, Compiler, find_compilers
+from workers.native.compile import Compiler, find_compilers
 
 
 class Entry(NamedTuple):

@@ -1,18 +1,14 @@
-"""Compilation of this folder's shared library, once per machine. Does not import torch."""
+"""Compilation of this folder's shared library for this machine's processor. Does not import torch."""
 
 import ctypes
-import fcntl
-import hashlib
 import os
 import platform
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.spec.env import CACHE_DIR
+from cluster.compilation import FIX, TIMEOUT_S, CannotCompileError, compile_once, compiler_path
 
 SOURCES = tuple(
     Path(__file__).with_name(name)
@@ -22,13 +18,11 @@ SOURCES = tuple(
         *("vectors.h", "common.h"),
     )
 )
-_TIMEOUT_S = 120.0
-_FIX = "apt-get install -y g++"
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 _AMX = ("amx_tile", "amx_bf16")
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 """Linux's system call by which a process asks for tile registers, and its arguments."""
-_OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
+_OPTIONS = ("-ffp-contract=fast",)
 
 
 class Kind(NamedTuple):
@@ -56,14 +50,6 @@ KINDS = (
 """Kinds of processors, fastest first. The first two multiply in bf16; the others use fp32."""
 
 
-class CannotCompileError(Exception):
-    """Reason why there is no library, and a command that may fix it."""
-
-    def __init__(self, reason: str, fix: str = "") -> None:
-        super().__init__(reason)
-        self.fix = fix
-
-
 class Compiler(NamedTuple):
     """C++ compiler, and the kind of processor that it compiles for."""
 
@@ -81,12 +67,10 @@ def find_compilers() -> list[Compiler]:
     kinds = runnable_kinds()
     if not kinds:
         raise CannotCompileError(f"the CPU has none of {', '.join(kind.name for kind in KINDS)}")
-    path = shutil.which("c++")
-    if path is None:
-        raise CannotCompileError("no C++ compiler", _FIX)
+    path = compiler_path()
     compilers = [Compiler(path, kind) for kind in kinds if _accepts(path, kind.options)]
     if not compilers:
-        raise CannotCompileError(f"{path} knows none of {', '.join(kind.name for kind in kinds)}", _FIX)
+        raise CannotCompileError(f"{path} knows none of {', '.join(kind.name for kind in kinds)}", FIX)
     return compilers
 
 
@@ -111,54 +95,11 @@ def _may_use_tiles() -> bool:
 def _accepts(path: str, options: Sequence[str]) -> bool:
     command = (path, *options, "-E", "-x", "c++", os.devnull)
     try:
-        return subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False).returncode == 0
+        return subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False).returncode == 0
     except (OSError, subprocess.SubprocessError):
         return False
 
 
 def compiled_library(compiler: Compiler) -> Path:
-    """Return the library's path. Compile it first if this machine has no intact copy. Raises CannotCompileError.
-
-    If several processes call this at the same time, only one compiles.
-    """
-    try:
-        folder = CACHE_DIR.get() / "native"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.geteuid():
-            raise CannotCompileError(f"{folder} belongs to another user")
-        path = folder / f"baton-{_digest(compiler)}.so"
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system if this process dies
-            if not _is_intact(path):
-                _compile(compiler, path)
-        return path
-    except (OSError, subprocess.SubprocessError) as error:
-        raise CannotCompileError(str(error)) from error
-
-
-def _digest(compiler: Compiler) -> str:
-    version = subprocess.run([compiler.path, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=True).stdout
-    options = " ".join((*_OPTIONS, *compiler.kind.options)).encode()
-    parts = (*(source.read_bytes() for source in SOURCES), version, options)
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def _compile(compiler: Compiler, path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        units = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-        command = [compiler.path, *_OPTIONS, *compiler.kind.options, "-o", str(made), *units]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        if result.returncode:
-            message = next((line for line in result.stderr.splitlines() if "error" in line), "no message")
-            raise CannotCompileError(f"{compiler.path} failed: {message}", _FIX)
-        # Loading a truncated file can kill the process, so this digest is checked before every load.
-        code = made.read_bytes()
-        made.write_bytes(code + hashlib.sha256(code).digest())
-        made.replace(path)
-
-
-def _is_intact(path: Path) -> bool:
-    content = path.read_bytes() if path.is_file() else b""
-    size = hashlib.sha256().digest_size
-    return len(content) > size and hashlib.sha256(content[:-size]).digest() == content[-size:]
+    """Return the library's path. Compile it if this machine has none. Raises CannotCompileError."""
+    return compile_once(SOURCES, compiler.path, (*_OPTIONS, *compiler.kind.options))

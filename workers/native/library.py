@@ -11,7 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from workers.native.compile import CannotCompileError, Compiler, compiled_library, find_compiler
+from cluster.compilation import CannotCompileError
+from workers.native.compile import Compiler, compiled_library, find_compiler
 from workers.native.recording import run
 
 MOST_DIMS = 1024

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cluster.cli.doctor import Status, check_attention
+from cluster.compilation import CannotCompileError
 from cluster.spec.config import AttentionSetting
 from workers.attention import registry
 from workers.attention.interface import AttentionBackend
@@ -18,7 +19,7 @@ from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
 from workers.device import CPU, GPU, Device
 from workers.native import compile as native
-from workers.native.compile import CannotCompileError, Kind, compiled_library, find_compiler, runnable_kinds
+from workers.native.compile import Kind, compiled_library, find_compiler, runnable_kinds
 
 COMPILER = """#!/bin/sh
 case "$*" in --version) echo 1; exit;; *-mfuture*) exit 1;; *-E*) exit;; esac

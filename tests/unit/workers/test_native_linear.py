@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.compilation import CannotCompileError
 from tests.fakes.checkpoints import make_checkpoint
 from workers.device import CPU
 from workers.engine import native_kernels
 from workers.engine.native_kernels import use_native_products
 from workers.engine.weights import load_model
 from workers.layers.matmul import PackedMatrix, packed
-from workers.native.compile import CannotCompileError
 from workers.native.library import MOST_ROWS, Library
 
 pytestmark = [
