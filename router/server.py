@@ -32,6 +32,7 @@ from router.dispatch import RequestTable, max_unanswered
 from router.metrics import Metrics
 from router.parity_probe import ParityProbe
 from router.picker import Picker
+from router.preprocess.id_reader import compiled_reader
 from router.preprocess.model import read_model
 from router.preprocess.pool import PreprocessPool
 from router.records import make_tracing
@@ -73,6 +74,7 @@ class RouterServer:
         self._config = config
         self._model_folder = model_folder
         self._model = read_model(config, model_folder)
+        compiled_reader()  # now, not while the first clients wait
         self._keys = read_keys(config.router)
         self._tracing = make_tracing()
         self._rendezvous = rendezvous

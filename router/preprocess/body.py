@@ -11,13 +11,12 @@ from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
-import simdjson
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler
 from pydantic_core import ErrorDetails
 
 from cluster.spec.wire import TokenIds
 from router.errors import ApiError, bad_request
+from router.preprocess.id_reader import read_ids
 
 EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty",
@@ -34,10 +33,6 @@ EXPECTED = {
 """Descriptions, for error messages, of fields that accept several types."""
 _LONG_BYTES = 2048
 """Body size in bytes below which lists of token ids are left to pydantic, which reads short ones just as fast."""
-_PARSER = simdjson.Parser()
-"""Parser of all but the longest lists. A new one takes longer to allocate its memory than to parse 8,192 ids."""
-_PARSER_BYTES = 1 << 20
-"""Size in bytes above which a list gets a parser of its own, whose memory is freed afterwards."""
 _PLACEHOLDER = secrets.token_hex(16)
 """Text that replaces the ids in the body; no client can guess it."""
 _OPENING = re.compile(rb"\s*:\s*\[")
@@ -146,25 +141,13 @@ def extract_ids(body: bytes, field: str) -> Extracted | None:
     if opening is None or not body[:at].rstrip(b" \t\r\n").endswith((b"{", b",")):
         return None
     start, end = opening.end() - 1, body.find(b"]", opening.end()) + 1
-    ids = _ids_in(body[start:end])
+    ids = read_ids(body, start, end)
     return None if ids is None else Extracted(b'%b"%b"%b' % (body[:start], _PLACEHOLDER.encode(), body[end:]), ids)
 
 
 def put_back(given: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
     """Validate the field; replace the placeholder with the ids that were extracted."""
     return info.context if given == _PLACEHOLDER and info.context is not None else handler(given)
-
-
-def _ids_in(numbers: bytes) -> TokenIds | None:
-    """Return the ids in a JSON array; None if it is empty or contains anything else."""
-    parser = _PARSER if len(numbers) <= _PARSER_BYTES else simdjson.Parser()
-    try:
-        wide = np.frombuffer(parser.parse(numbers).as_buffer(of_type="i"), np.uint64)  # type: ignore[union-attr]
-    except (TypeError, ValueError, RuntimeError):
-        return None  # RuntimeError: numbers of more than 64 bits
-    # Negative numbers become the largest unsigned ones.
-    is_sound = len(wide) and wide.max() < 2**31
-    return TokenIds(wide.astype("<i4").tobytes()) if is_sound else None
 
 
 def problem_of(error: ErrorDetails, expected: Mapping[str, str] = EXPECTED) -> ApiError:

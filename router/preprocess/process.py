@@ -19,6 +19,7 @@ from pathlib import Path
 from cluster.grammar import Grammars
 from cluster.spec.config import DeployConfig
 from router.errors import ApiError
+from router.preprocess.id_reader import compiled_reader
 from router.preprocess.job import LENGTH_BYTES, Job, JsonText, Preprocessed, Ready, Refusal, Setup, decode_job, encode
 from router.preprocess.model import ServedModel, read_model
 from router.preprocess.preprocessor import preprocess
@@ -82,6 +83,7 @@ def main() -> None:
         folder = Path(setup.folder)
         model = read_model(DeployConfig.model_validate_json(setup.config), folder)
         model = replace(model, grammars=TimedGrammars(folder, model.tokenizer.vocab_size))
+        compiled_reader()  # before the clock of the first body runs
         _send(channel, Ready())
         for message in messages:
             job = decode_job(message)

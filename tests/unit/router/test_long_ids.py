@@ -13,7 +13,9 @@ from router.preprocess.body import _read_extracted, extract_ids
 from router.preprocess.requests import CompletionRequest
 
 LONG = [7, 151_935, 0, 2**31 - 1] * 300
-SPOILT = [-1, 2**31, 2**64, -(2**70), 10**40, 1.0, True, None, "7", [7]]
+SHORT = [7, 151_935, 0, 9_999_999] * 300
+"""Ids of at most seven digits, which compiled code reads."""
+SPOILT = [-1, 10**7, 2**31, 2**64, -(2**70), 10**40, 1.0, True, None, "7", [7]]
 SCRAPS = [b"", b",", b'"', b"]", b"[", b"}", b"0", b"\\"]
 SEPARATORS = [(",", ":"), (", ", ": "), (" ,\n", "\t:\r\n ")]
 ASIDES: list[dict[str, Any]] = [
@@ -44,6 +46,7 @@ def read_extracting(content: bytes) -> CompletionRequest | None:
     after=st.sampled_from(ASIDES),
     spoilt=st.lists(st.tuples(st.integers(0, len(LONG) - 1), st.sampled_from(SPOILT)), max_size=1),
     separators=st.sampled_from(SEPARATORS),
+    ids=st.sampled_from([LONG, SHORT]),
     broken=st.none() | st.tuples(st.integers(0, 10**6), st.sampled_from(SCRAPS)),
 )
 @settings(deadline=None)
@@ -52,9 +55,10 @@ def test_ids_equal_pydantics(
     after: dict[str, Any],
     spoilt: list[tuple[int, Any]],
     separators: tuple[str, str],
+    ids: list[int],
     broken: tuple[int, bytes] | None,
 ) -> None:
-    prompt: list[Any] = [*LONG]
+    prompt: list[Any] = [*ids]
     for index, wrong in spoilt:
         prompt[index] = wrong
     fields = {"model": "m", **before, "prompt": prompt, **{f"{name}_2": value for name, value in after.items()}}
@@ -70,12 +74,13 @@ def test_ids_equal_pydantics(
         assert found.model_copy(update={"prompt": [*found.prompt]}) == expected
 
 
+@pytest.mark.parametrize("ids", [LONG, SHORT])
 @pytest.mark.parametrize("separators", SEPARATORS)
-def test_long_lists_are_extracted(separators: tuple[str, str]) -> None:
-    content = json.dumps({"prompt": LONG, "model": "m", "max_tokens": 3}, separators=separators).encode()
+def test_long_lists_are_extracted(separators: tuple[str, str], ids: list[int]) -> None:
+    content = json.dumps({"prompt": ids, "model": "m", "max_tokens": 3}, separators=separators).encode()
     body = read_extracting(content)
     assert body is not None
-    assert body.prompt == TokenIds.of(LONG)
+    assert body.prompt == TokenIds.of(ids)
     assert body.max_tokens == 3
 
 
