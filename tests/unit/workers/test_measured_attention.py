@@ -88,7 +88,7 @@ def test_the_preferred_one_makes_selections(timed: Callable[[float, float], Time
 
 
 def test_noise_does_not_decide(timed: Callable[[float, float], Timed]) -> None:
-    preferred, other = timed(0.001, 0.01), timed(0.0009, 0.0085)
+    preferred, other = timed(0.001, 0.01), timed(0.00096, 0.0096)
     name, backend, _ = find(preferred, other)
     assert (name, backend) == ("native", preferred)
 
