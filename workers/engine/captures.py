@@ -14,7 +14,6 @@ from workers.native.recording import Call, recorded_in
 
 _ATEN = torch.ops.aten
 _EMPTY = (_ATEN.empty.memory_format, _ATEN.empty_like.default, _ATEN.new_empty.default)
-_TO_PYTHON = (_ATEN._local_scalar_dense.default, _ATEN.item.default)
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 """Function that captures a computation. It returns the result, at a fixed address, and a function that replays the
@@ -96,7 +95,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Tensor:
         operation = partial(func, *args, **(kwargs or {}))
         out = operation()
-        if func in _TO_PYTHON or not isinstance(out, Tensor):
+        if not isinstance(out, Tensor):
             raise CaptureError(f"{func} does not return a tensor")
         if func in _EMPTY:
             out = self._allocate(out)

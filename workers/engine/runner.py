@@ -146,10 +146,10 @@ class ModelRunner:
         assert not self._groups.pipeline.links, "decode steps cannot be captured with several stages"
 
         device = self._model.device
-        used = device.used_bytes() if device.has_own_memory else 0
+        used = device.used_bytes()
         with torch.inference_mode():
             self._graphs = DecodeGraphs(self._model, self._pool, self._backend, most_requests, capture)
-        self.graph_bytes = max(device.used_bytes() - used, 0) if device.has_own_memory else 0
+        self.graph_bytes = max(device.used_bytes() - used, 0)
 
     def drop_graphs(self) -> None:
         """Release captured steps, and replay none from now on. Call this before leaving groups whose collectives were

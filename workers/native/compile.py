@@ -4,7 +4,7 @@ import ctypes
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,7 +92,8 @@ def _may_use_tiles() -> bool:
     return found == 0
 
 
-def _accepts(path: str, options: Sequence[str]) -> bool:
+@cache
+def _accepts(path: str, options: tuple[str, ...]) -> bool:
     command = (path, *options, "-E", "-x", "c++", os.devnull)
     try:
         return subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False).returncode == 0

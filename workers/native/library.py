@@ -149,16 +149,8 @@ class Library:
         arguments = _Arguments(
             *(x.data_ptr() for x in (query, key, value, out, lse, tables, items)),
             ctypes.addressof(next_tile),
-            *(
-                overwrites,
-                len(items),
-                page_size,
-                num_kv_heads,
-                num_heads // num_kv_heads,
-                query.shape[2],
-                value.shape[3],
-            ),
-            *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
+            *(overwrites, len(items), page_size, num_kv_heads, num_heads // num_kv_heads),
+            *(query.shape[2], value.shape[3], *query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
             scale,
         )
         run(partial(self._run_tiles, functions.attend, arguments, next_tile))

@@ -8,20 +8,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from cluster.spec.config import AttentionSetting
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepPlan
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.native_runner import native_runner
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.engine.captures import CallCapture
-from workers.engine.native_kernels import choose_kernels
-from workers.engine.rank_groups import RankGroups
-from workers.engine.runner import ModelRunner
-from workers.engine.weights import load_model
-from workers.kernels import elementwise
-from workers.memory.page_pool import PagePool
 
 pytestmark = pytest.mark.native
 
@@ -31,20 +25,16 @@ PROMPT_LENS, NUM_DECODED, PAGE_SIZE = (5, 40, 131, 300), 6, 16
 
 def logits_of(folder: Path, sequences: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Return logits of the last tokens of each sequence: of the prompt's last one, and of those given to decode."""
-    model = load_model(folder, dtype=torch.bfloat16)
-    geometry = model.config.kv_geometry("model", "bfloat16", PAGE_SIZE)
     pages_each = pages_for(max(map(len, sequences)), PAGE_SIZE)
-    pool = PagePool.of_one_rank(geometry, len(sequences) * pages_each)
-    backend = choose_kernels(AttentionSetting.NATIVE, model, geometry).backend
-    runner = ModelRunner(model, pool, backend, RankGroups())
+    runner = native_runner(monkeypatch, folder, torch.bfloat16, PAGE_SIZE, len(sequences) * pages_each)
     runner.capture_decode(1, CallCapture())
-    found, logits = list[Tensor](), model.logits
+    found, logits = list[Tensor](), runner._model.logits
 
     def noted(hidden: Tensor) -> Tensor:
         found.append(logits(hidden).clone())
         return found[-1].clone()
 
-    monkeypatch.setattr(model, "logits", noted)
+    monkeypatch.setattr(runner._model, "logits", noted)
     for number, sequence in enumerate(sequences):
         room, prompt_len = Room(number), len(sequence) - NUM_DECODED
         new = NewRequest(room=room, prompt_len=prompt_len, owner_base=0, sampling=Sampling(), destination=None)
@@ -66,7 +56,6 @@ def logits_of(folder: Path, sequences: list[list[int]], monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_no_further_from_fp32_than_transformers(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise, "_REGISTERED", {})
     folder = make_checkpoint(tmp_path, family, **SHAPE)
     make: Any = AutoModelForCausalLM.from_pretrained
     peer = make(folder, dtype=torch.bfloat16).eval()

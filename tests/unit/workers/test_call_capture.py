@@ -7,36 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.spec.config import AttentionSetting
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepPlan
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.native_runner import native_runner
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.engine.captures import CallCapture, CaptureError
 from workers.engine.decode_graphs import REPLAYED
-from workers.engine.native_kernels import choose_kernels
-from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
-from workers.engine.weights import load_model
-from workers.kernels import elementwise
-from workers.memory.page_pool import PagePool
 
 PAGE_SIZE, PAGES_PER_REQUEST, MOST = 4, 3, 17
-
-
-@pytest.fixture
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget native code after the test."""
-    monkeypatch.setattr(elementwise, "_REGISTERED", dict(elementwise._REGISTERED))
-
-
-def runner_of(folder: Path, dtype: torch.dtype) -> ModelRunner:
-    model = load_model(folder, dtype=dtype)
-    geometry = model.config.kv_geometry("model", str(dtype).removeprefix("torch."), PAGE_SIZE)
-    backend = choose_kernels(AttentionSetting.NATIVE, model, geometry).backend
-    pool = PagePool.of_one_rank(geometry, MOST * PAGES_PER_REQUEST)
-    return ModelRunner(model, pool, backend, RankGroups())
 
 
 def plan(step: int, scheduled: list[ScheduledRequest], new: list[NewRequest], releases: list[Room]) -> StepPlan:
@@ -88,13 +69,13 @@ def answers(runner: ModelRunner, num_requests: int, num_steps: int) -> list[list
 
 
 @pytest.mark.native
-@pytest.mark.usefixtures("_registered")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_replayed_steps_are_those_that_are_computed(
     tmp_path: Path, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runner_of(make_checkpoint(tmp_path, family), dtype)
+    folder = make_checkpoint(tmp_path, family)
+    runner = native_runner(monkeypatch, folder, dtype, PAGE_SIZE, MOST * PAGES_PER_REQUEST)
     hidden: list[Tensor] = []
     logits = runner._model.logits
 
@@ -114,9 +95,9 @@ def test_replayed_steps_are_those_that_are_computed(
 
 
 @pytest.mark.native
-@pytest.mark.usefixtures("_registered")
-def test_latents_are_not_captured(tmp_path: Path) -> None:
-    runner = runner_of(make_checkpoint(tmp_path, "deepseek_v3"), torch.float32)
+def test_latents_are_not_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(tmp_path, "deepseek_v3")
+    runner = native_runner(monkeypatch, folder, torch.float32, PAGE_SIZE, MOST * PAGES_PER_REQUEST)
     runner.capture_decode(MOST, CallCapture())
     answers(runner, 1, 2)
     assert runner.graph_steps == {"attention cannot be captured": 3}
