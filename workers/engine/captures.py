@@ -69,8 +69,11 @@ class CallCapture:
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         calls: list[Call] = []
         recorder = _Recorder(calls, self._memory)
-        with recorder, recorded_in(calls):
-            out = compute()
+        try:
+            with recorder, recorded_in(calls):
+                out = compute()
+        except RuntimeError as error:
+            raise CaptureError(str(error)) from error
         return out, partial(_replay, calls, recorder.tensors)
 
 
@@ -121,7 +124,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_view(out: Tensor, args: Sequence[object]) -> bool:
     """Return whether an operation has copied nothing. Its name does not tell: ``to`` may copy or not."""
     address = out.untyped_storage().data_ptr()
-    return any(isinstance(arg, Tensor) and arg.untyped_storage().data_ptr() == address for arg in args)
+    # Packed weights have no storage.
+    strided = (arg for arg in args if isinstance(arg, Tensor) and arg.layout is torch.strided)
+    return any(arg.untyped_storage().data_ptr() == address for arg in strided)
 
 
 def capture_maker(device: Device) -> Callable[[], Capture]:

@@ -13,7 +13,7 @@ from cluster.spec.kv import pages_for
 from cluster.spec.step_messages import StepShape
 from cluster.spec.strategy import MoeDispatch
 from workers.attention.interface import AttentionBackend, AttentionParams, GraphAttention, GraphShape
-from workers.attention.merge import merge
+from workers.attention.merge import with_sinks
 from workers.attention.selection import IndexQueries
 from workers.engine.batch import StepInput
 from workers.engine.captures import Capture, CaptureError
@@ -82,6 +82,8 @@ class DecodeGraphs:
         is_sent = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
         if is_sent and self._model.config.experts_per_token:
             return "tokens sent to experts"
+        if self._model.dtype == torch.bfloat16 and not self._model.device.multiplies_bf16:
+            return "bf16 on a CPU without bf16 instructions"
         return "" if self._attention(1) else "attention cannot be captured"
 
     def _attention(self, num_requests: int) -> GraphAttention | None:
@@ -207,7 +209,7 @@ class _DecodeContext(AttentionContext):
     def attend(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None = None) -> Tensor:
         assert expand is None, "captured steps attend to keys as stored"
         kv = params.key_and_value(self._pool.layer_view(layer))
-        return merge([self._attention.attend(q, *kv, params)], params.sinks).out
+        return with_sinks(self._attention.attend(q, *kv, params), params.sinks).out
 
     def attend_selected(
         self, layer: int, q: Tensor, params: AttentionParams, index: IndexQueries | None, top_k: int

@@ -13,6 +13,7 @@ from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepPlan
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.native_runner import native_runner
 from workers.context_parallel.shard_plan import make_step_shape
+from workers.device import CPU
 from workers.engine.captures import CallCapture, CaptureError
 from workers.engine.decode_graphs import REPLAYED
 from workers.engine.runner import ModelRunner
@@ -92,6 +93,37 @@ def test_replayed_steps_are_those_that_are_computed(
     assert all(map(torch.equal, hidden, computed))
     assert runner.graph_steps == {REPLAYED: 9 + 8 + 4, "more requests than captured": 4, "prompt tokens": 2}
     assert runner.graph_bytes == 0
+
+
+@pytest.mark.native
+@pytest.mark.skipif(not CPU.packs_bf16, reason="this CPU has no bf16 instructions")
+@pytest.mark.parametrize("most_rows", [None, 4])
+def test_products_by_onednn_are_captured(
+    tmp_path: Path, most_rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native code may know fewer rows than are captured, or not know the layout of packed weights."""
+    runner = native_runner(
+        monkeypatch, make_checkpoint(tmp_path, "qwen3"), torch.bfloat16, PAGE_SIZE, MOST * PAGES_PER_REQUEST
+    )
+    for matrix in runner._model.packed_matrices():
+        few_rows = matrix.few_rows
+        matrix.few_rows = None if few_rows is None or most_rows is None else few_rows._replace(most=most_rows)
+    expected = [answers(runner, num_requests, 8) for num_requests in (1, 3, 16)]
+    runner.capture_decode(16, CallCapture())
+    assert [answers(runner, num_requests, 8) for num_requests in (1, 3, 16)] == expected
+    assert runner.graph_steps == {REPLAYED: 9 + 8 + 8, "prompt tokens": 2}
+
+
+@pytest.mark.native
+def test_bf16_is_not_captured_without_instructions_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("multiplies_bf16", "packs_bf16"):
+        monkeypatch.setattr(CPU, name, False)
+    runner = native_runner(
+        monkeypatch, make_checkpoint(tmp_path, "qwen3"), torch.bfloat16, PAGE_SIZE, MOST * PAGES_PER_REQUEST
+    )
+    runner.capture_decode(MOST, CallCapture())
+    answers(runner, 1, 2)
+    assert runner.graph_steps == {"bf16 on a CPU without bf16 instructions": 3}
 
 
 @pytest.mark.native
