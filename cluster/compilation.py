@@ -13,6 +13,7 @@ from cluster.spec.env import CACHE_DIR
 
 TIMEOUT_S = 120.0
 FIX = "apt-get install -y g++"
+_COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 
 
@@ -26,7 +27,7 @@ class CannotCompileError(Exception):
 
 def compiler_path() -> str:
     """Return the path of the C++ compiler. Raises CannotCompileError."""
-    path = shutil.which("c++")
+    path = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if path is None:
         raise CannotCompileError("no C++ compiler", FIX)
     return path
@@ -47,6 +48,8 @@ def compile_once(sources: Sequence[Path], compiler: str, options: Sequence[str] 
         if folder.stat().st_uid != os.geteuid():
             raise CannotCompileError(f"{folder} belongs to another user")
         path = folder / f"baton-{_digest(sources, compiler, options)}.so"
+        if _is_intact(path):  # the folder may be read-only
+            return path
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system if this process dies
             if not _is_intact(path):

@@ -143,8 +143,8 @@ class CpuDevice(Device):
         self.multiplies_bf16 = self.packs_bf16 = _has_bf16_instructions()
 
     def now_s(self) -> float:
-        """Return the thread's CPU time, which excludes other work on the core."""
-        return time.thread_time()
+        """Return the thread's CPU time, which excludes other work on the core, or with several threads, the time."""
+        return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
     def argmax(self, scores: Tensor) -> Tensor:
         """Use numpy, which is several times as fast as torch."""

@@ -162,8 +162,9 @@ def check_attention(command: Sequence[str] = (sys.executable, "-m", "workers.ben
     try:
         found = subprocess.run(
             command, cwd=INSTALL_FOLDER, capture_output=True, text=True, timeout=_MEASURE_S, check=True
-        ).stdout
-        return Finding("attention", Status.OK, found.strip())
+        ).stdout.strip()
+        status = Status.WARN if "native is unavailable" in found else Status.OK
+        return Finding("attention", status, found)
     except subprocess.SubprocessError as error:
         last_words = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
         return Finding("attention", Status.WARN, f"cannot be measured: {last_words}", "run `make venv`")

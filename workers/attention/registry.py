@@ -145,8 +145,7 @@ def _fastest(device: Device, dtype: torch.dtype, needs: Set[Feature], shape: Att
             if dtype == torch.bfloat16 and other.kind.multiplies_bf16:
                 backends[f"native for {other.kind.name}"] = load_backend("native", other)
     except CannotCompileError as error:
-        level = logging.WARNING if error.fix else logging.INFO
-        _log.log(level, "attention uses plain torch, at half the speed: %s%s", error, error.fix and f"; {error.fix}")
+        _log.warning("attention uses plain torch, at half the speed: %s%s", error, error.fix and f"; {error.fix}")
         return BackendChoice("torch", load_backend("torch"), f"native is unavailable: {error}")
     reason = f"compiled for {fastest.kind.name}"
     if shape is None:

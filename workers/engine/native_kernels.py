@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
+from cluster.compilation import CannotCompileError
 from cluster.spec.config import AttentionSetting
 from cluster.spec.kv import KvGeometry
 from workers.attention.registry import BackendChoice, choose_backend, needs_of
@@ -14,7 +16,7 @@ from workers.device import Device
 from workers.kernels import elementwise
 from workers.layers.matmul import FewRows, PackedMatrix
 from workers.models.decoder import DecoderModel
-from workers.native.library import MOST_ROWS, Library
+from workers.native.library import DTYPES, MOST_ROWS, Library
 
 _log = logging.getLogger(__name__)
 
@@ -24,13 +26,17 @@ _SAMPLE_BYTES = 64 << 20
 
 
 def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvGeometry) -> BackendChoice:
-    """Choose the attention backend. If it is native code, let this also compute norms, gates and products."""
+    """Choose the attention backend. On a CPU, let native code compute norms, gates and products, too.
+
+    This does not depend on the choice: attention to a window, for example, is left to torch.
+    """
     needs = needs_of(geometry.groups, model.device)
     choice = choose_backend(setting, model.device, model.dtype, needs, model.attention)
-    if "native" in choice.name:
-        library = Library.load()
-        elementwise.register(model.device, model.dtype, library)
-        use_native_products(model, library)
+    if setting is not AttentionSetting.TORCH and model.device.name == "cpu" and model.dtype in DTYPES:
+        with suppress(CannotCompileError):  # then plain torch computes everything
+            library = Library.load()
+            elementwise.register(model.device, model.dtype, library)
+            use_native_products(model, library)
     return choice
 
 
@@ -55,6 +61,11 @@ def _is_faster(device: Device, library: Library, matrices: Sequence[PackedMatrix
     inputs = {size: torch.zeros(num_rows, size, dtype=torch.bfloat16) for size in {each.shape[1] for each in matrices}}
 
     def time_s(multiply: Callable[[PackedMatrix, Tensor], Tensor]) -> float:
-        return device.least_s(lambda: [multiply(matrix, inputs[matrix.shape[1]]) for matrix in matrices])
+        def multiply_all() -> None:
+            for matrix in matrices:
+                multiply(matrix, inputs[matrix.shape[1]])
+
+        multiply_all()  # the first time, oneDNN prepares its code for these shapes
+        return device.least_s(multiply_all)
 
     return time_s(lambda matrix, x: matrix.multiply_few(library, x)) < time_s(PackedMatrix.multiply_many)

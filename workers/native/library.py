@@ -35,8 +35,8 @@ _FIELDS = (
 )
 _LEAST_SHARED = 1 << 17
 """Minimum number of elements for which rows are divided among threads."""
-_LEAST_SHARED_WEIGHTS = 1 << 22
-"""Minimum number of a weight's elements for which its outputs are divided among threads."""
+_LEAST_SHARED_PRODUCTS = 1 << 22
+"""Minimum number of products for which a weight's outputs are divided among threads."""
 
 
 class _Arguments(ctypes.Structure):
@@ -72,7 +72,7 @@ class _Pages(ctypes.Structure):
 
 
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class _Functions:
@@ -103,7 +103,7 @@ class Library:
 
     def __init__(self, path: Path, num_threads: int) -> None:
         library = ctypes.CDLL(str(path))
-        self._functions = {dtype: _Functions(library, name) for dtype, name in _NAMES.items()}
+        self._functions = {dtype: _Functions(library, name) for dtype, name in DTYPES.items()}
         self._num_threads = num_threads
         self._helpers = ThreadPoolExecutor(num_threads, "native")
 
@@ -279,7 +279,7 @@ class Library:
         out = x.new_empty(num_rows, num_outputs)
         pointers = (x.data_ptr(), address, None if bias is None else bias.data_ptr(), out.data_ptr())
         given = (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), block_stride)
-        self._share(function, given, -(-num_outputs // BLOCK), BLOCK * num_inputs, _LEAST_SHARED_WEIGHTS)
+        self._share(function, given, -(-num_outputs // BLOCK), BLOCK * num_inputs * num_rows, _LEAST_SHARED_PRODUCTS)
         return out
 
     def _norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor) -> None:

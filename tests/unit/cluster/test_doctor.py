@@ -91,6 +91,7 @@ def test_memory() -> None:
     ("script", "finding"),
     [
         ("print('native; decode: native 1 ms')", Finding("attention", Status.OK, "native; decode: native 1 ms")),
+        ("print('native is unavailable: x')", Finding("attention", Status.WARN, "native is unavailable: x")),
         (
             "import sys; sys.exit('first\\nImportError: no torch')",
             Finding("attention", Status.WARN, "cannot be measured: ImportError: no torch", "run `make venv`"),

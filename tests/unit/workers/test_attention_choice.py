@@ -1,7 +1,9 @@
 """Choice of the attention backend for a setting and a device, and the errors if it is unavailable."""
 
 import sys
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,16 @@ from msgspec.structs import replace
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from cluster.spec.kv import key_value_group
+from tests.fakes.checkpoints import make_checkpoint
 from workers.attention.interface import Feature
 from workers.attention.registry import choose_backend, needs_of
 from workers.device import CPU, GPU, Device, GpuDevice
+from workers.engine.native_kernels import choose_kernels
+from workers.engine.weights import load_model
+from workers.kernels import elementwise
+from workers.kernels.elementwise import ElementwiseKernels
 from workers.native.compile import find_compiler
+from workers.native.library import Library
 
 
 def test_auto_depends_on_the_device() -> None:
@@ -106,3 +114,18 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     with pytest.raises(UserError, match="'flash_attn' cannot be loaded"):
         choose_backend(AttentionSetting.FLASH_ATTN, GPU, torch.bfloat16)
+
+
+@pytest.mark.native
+def test_native_code_computes_what_is_not_attention_even_if_attention_is_left_to_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    model = load_model(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, **windows))
+    geometry = model.config.kv_geometry("model", "float32", 4)
+    registered = dict[tuple[Device, torch.dtype], ElementwiseKernels]()
+    monkeypatch.setattr(elementwise, "_REGISTERED", registered)
+    assert choose_kernels(AttentionSetting.TORCH, model, geometry).name == "torch"
+    assert not registered
+    assert choose_kernels(AttentionSetting.AUTO, model, geometry).name == "torch"
+    assert isinstance(registered[CPU, torch.float32], Library)

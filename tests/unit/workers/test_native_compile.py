@@ -108,6 +108,14 @@ def test_a_failed_build_leaves_nothing(tools: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
+@pytest.mark.usefixtures("tools")
+def test_an_intact_library_is_used_from_a_folder_that_cannot_be_written() -> None:
+    path = compiled_library(find_compiler())
+    (path.parent / "lock").unlink()
+    (path.parent / "lock").mkdir()  # cannot be opened, not even by root
+    assert compiled_library(find_compiler()) == path
+
+
 def test_a_cache_that_cannot_be_written_is_a_reason(tools: Path) -> None:
     (tools.parent / "cache").mkdir()
     (tools.parent / "cache" / "native").write_text("in the way")

@@ -64,7 +64,7 @@ def test_products(
 
 
 def test_threads_share_a_large_weight(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.native.library._LEAST_SHARED_WEIGHTS", 1 << 10)
+    monkeypatch.setattr("workers.native.library._LEAST_SHARED_PRODUCTS", 1 << 10)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     matrix, x = pack(draw(1, 1000, 128)), draw(2, 9, 128)
     assert torch.equal(matrix.multiply_few(Library.load(), x), matrix.multiply_few(library, x))
