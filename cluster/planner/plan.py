@@ -28,7 +28,7 @@ from cluster.spec.ranks import (
     world_size,
 )
 from cluster.spec.registry import KvOwnership
-from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
+from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
 
 EVERY_INTERFACE = "0.0.0.0"
 _ATTENTION = (GroupName.ATTN_CP, GroupName.ATTN_TP, GroupName.ATTN_DP)
@@ -106,8 +106,7 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
     facts = model if isinstance(model, ModelFacts) else None
     if facts and (problems := model_problems(config, facts)):
         raise ConfigError(problems)
-    # In shared memory, ranks copy weights and hidden states themselves.
-    in_background = config.resources.uses_nccl or _uses_gloo(config)
+    in_background = config.collectives_in_background
     return Plan(
         name=config.name,
         model=config.model.name,
@@ -192,7 +191,7 @@ def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Por
         ("router", "commands from the driver", None, router.processes),
         ("worker", "channel", None, num_workers),
         ("replica", "rendezvous store of the ranks", None, sum(pool.replicas for pool in pools)),
-        ("worker", "process groups over TCP (gloo)", None, gloo * _uses_gloo(config)),
+        ("worker", "process groups over TCP (gloo)", None, gloo * config.uses_gloo),
         ("worker", "handshake of Mooncake's engines", EVERY_INTERFACE, num_workers * is_mooncake),
         ("worker", "KV by Mooncake over TCP", EVERY_INTERFACE, num_workers * (is_mooncake and is_tcp)),
     ]
@@ -204,13 +203,6 @@ def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Por
         for process, purpose, host, count in taken_at_start
         if count
     ]
-
-
-def _uses_gloo(config: DeployConfig) -> bool:
-    """Return whether ranks may use TCP: it is configured, or NCCL does not connect ranks on several machines."""
-    if config.resources.collectives is Collectives.TCP:
-        return True
-    return not config.resources.uses_nccl and config.transfer.backend is not TransferBackendName.SHARED_MEMORY
 
 
 def _num_endpoints(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) -> int:

@@ -1,13 +1,14 @@
 """Estimates of the memory of a worker's largest step: activations, exchanges between ranks, and CUDA graphs."""
 
+from functools import partial
+
+from cluster.planner.exchange_memory import CpExchange, cp_exchanges, staging_bytes
 from cluster.planner.model import ModelFacts
 from cluster.spec.config import AnyParallel, DecodeConfig, DeployConfig, Device, Pool, PrefillConfig
 from cluster.spec.decode_graphs import batch_sizes, captures_decode
 from cluster.spec.kv import DTYPE_BYTES, pages_for
 from cluster.spec.memory import GIB
-from cluster.spec.ranks import head_copies, moe_tp_size
-from cluster.spec.registry import KvOwnership
-from cluster.spec.strategy import Passing
+from cluster.spec.ranks import moe_tp_size
 from workers.attention.limits import MOST_CAPTURED_SCORES
 from workers.context_parallel.shard_plan import dummy_request, make_step_shape
 from workers.layers.config import Activations
@@ -19,8 +20,6 @@ _NUMBER_BYTES = 4
 _SCORE_BYTES = 6
 """Bytes per score of a key in a captured step, with the best scores of each part and their numbers."""
 _WIDE_BYTES = 4
-_PASSED_QUERIES = 4
-"""Memory of a step in which queries circulate, as a multiple of one fp32 partial result."""
 _DRAW_BYTES = 24
 """Bytes per logit when sampling with top-p. On a CPU, at most 21 of them are in use at once."""
 # Allowances, not measurements: CUDA's memory per layer of a graph, and cuBLAS's workspace for the capture stream.
@@ -30,18 +29,38 @@ _WORKSPACE_BYTES = 32 << 20
 
 def step_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     """Return the memory of the largest step, or of sampling for all requests after it."""
-    num_tokens, decoder, itemsize = _most_tokens(pool), model.config, DTYPE_BYTES[model.dtype]
-    of_layer = max(_layer_bytes(config, pool, model, cost, num_tokens) for cost in decoder.layer_costs)
+    num_tokens = _most_tokens(pool)
+    exchanges = cp_exchanges(config, pool, model, num_tokens) if isinstance(pool, PrefillConfig) else []
+    alone: list[CpExchange | None] = [None]
+    return max(_step_bytes(config, pool, model, num_tokens, exchange) for exchange in exchanges or alone) / GIB
+
+
+def _step_bytes(
+    config: DeployConfig, pool: Pool, model: ModelFacts, num_tokens: int, exchange: CpExchange | None
+) -> float:
+    decoder, itemsize = model.config, DTYPE_BYTES[model.dtype]
+    of_layer = max(_layer_bytes(config, pool, model, cost, num_tokens, exchange) for cost in decoder.layer_costs)
     selection = _NUMBER_BYTES * (decoder.cost(model.dtype).top_k or 0)
     of_step = num_tokens * (2 * decoder.attention.rope_dim * itemsize + selection)
     draws = _DRAW_BYTES * pool.max_requests * decoder.vocab_size
-    return (max(of_layer + of_step, draws) + _exchange_bytes(config, pool, model)) / GIB
+    buffers = exchange.buffers + staging_bytes(config, exchange.largest_message) if exchange else 0.0
+    if pool.parallel.tp > 1:
+        buffers += staging_bytes(config, num_tokens * decoder.hidden_size * itemsize)
+    return max(of_layer + of_step, draws) + buffers
 
 
-def _layer_bytes(config: DeployConfig, pool: Pool, model: ModelFacts, cost: LayerCost, num_tokens: int) -> float:
+def _layer_bytes(
+    config: DeployConfig,
+    pool: Pool,
+    model: ModelFacts,
+    cost: LayerCost,
+    num_tokens: int,
+    exchange: CpExchange | None,
+) -> float:
     """Return the bytes of hidden states, their norm, and the widest of a layer's other activations."""
     hidden, tp, itemsize = model.config.hidden_size, pool.parallel.tp, DTYPE_BYTES[model.dtype]
-    attention = max(_attention_bytes(each, num_tokens, tp, itemsize) for each in cost.activations)
+    bytes_of = partial(_attention_bytes, num_tokens=num_tokens, tp=tp, itemsize=itemsize)
+    attention = exchange.attention_bytes(cost, bytes_of) if exchange else max(map(bytes_of, cost.activations))
     # A rank that gathers other shards' tokens computes less of the width, but holds all tokens and their sums.
     gathered = 2 * hidden * (_num_shards(pool.parallel, model.config) - 1)
     dense = gathered + cost.dense_width / tp + (hidden if cost.experts_per_token else 0)
@@ -51,9 +70,9 @@ def _layer_bytes(config: DeployConfig, pool: Pool, model: ModelFacts, cost: Laye
 
 
 def _attention_bytes(activations: Activations, num_tokens: int, tp: int, itemsize: int) -> float:
-    is_wide = itemsize == _WIDE_BYTES
-    of_token = (activations.width / tp + activations.whole_width) * itemsize
-    of_token += activations.wide_width / tp * (_WIDE_BYTES if is_wide else _WIDE_BYTES + itemsize)
+    is_narrow = itemsize < _WIDE_BYTES
+    of_token = ((activations.width + is_narrow * activations.narrow_width) / tp + activations.whole_width) * itemsize
+    of_token += activations.wide_width / tp * _WIDE_BYTES
     return num_tokens * of_token + activations.size / tp * itemsize + activations.num_bytes
 
 
@@ -73,28 +92,6 @@ def _most_tokens(pool: Pool) -> int:
     return max(
         make_step_shape([dummy_request(pool.chunk_tokens)], pool.strategy.fullest, cp=pool.parallel.cp).shard_lens
     )
-
-
-def _exchange_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
-    """Return the bytes of buffers for the longest prompt: in gather mode, all ranks' new keys and values; in ring mode,
-    two ranks' keys and values, or all queries.
-
-    To select keys in ring mode, a rank also holds all keys of a layer, or the indexer's queries and selections of all
-    ranks.
-    """
-    if not isinstance(pool, PrefillConfig) or pool.parallel.cp == 1:
-        return 0.0
-    geometry, tp = model.geometry, pool.parallel.tp
-    copies = head_copies((group.num_heads for group in geometry.groups), tp)
-    row_bytes = max(group.num_heads * group.slot_bytes for group in geometry.groups) * copies / tp
-    if pool.ownership is KvOwnership.REPLICATED:
-        return pool.chunk_tokens * row_bytes
-    longest, cost = config.model.longest_context(model.config.max_position_embeddings), model.config.cost(model.dtype)
-    passed_kv = (2 / pool.parallel.cp + model.config.selects_keys) * longest * row_bytes
-    passed_q = pool.chunk_tokens * cost.partial_row_bytes / tp * _PASSED_QUERIES
-    passed_q += pool.chunk_tokens * (cost.index_row_bytes + _NUMBER_BYTES * (cost.top_k or 0))
-    costs = {Passing.PASS_KV: passed_kv, Passing.PASS_Q: passed_q}
-    return max(costs[passing] for passing in pool.passing.candidates)
 
 
 def graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:

@@ -378,6 +378,18 @@ class DeployConfig(Node):
         return self.transfer.verify or (Verify.DIGEST if self.resources.device is Device.CPU else Verify.COUNTS)
 
     @property
+    def uses_gloo(self) -> bool:
+        """True if ranks may use TCP: it is configured, or NCCL does not connect ranks on several machines."""
+        if self.resources.collectives is Collectives.TCP:
+            return True
+        return not self.resources.uses_nccl and self.transfer.backend is not TransferBackendName.SHARED_MEMORY
+
+    @property
+    def collectives_in_background(self) -> bool:
+        """False if ranks copy data through shared memory themselves, and compute nothing meanwhile."""
+        return self.resources.uses_nccl or self.uses_gloo
+
+    @property
     def kv_memory_gib(self) -> float | None:
         """Memory of one worker's page pool, in GiB; None if the pool takes what is left of the GPU's memory."""
         return self.kv.memory_gib or (CPU_POOL_GIB if self.resources.device is Device.CPU else None)

@@ -12,6 +12,10 @@ from cluster.spec.registry import AxisSizes, RankCoords
 GIB = 1 << 30
 LIBRARIES_GIB = 1.0
 """Allowance for a process's CUDA libraries and graphs on a shared GPU, where they cannot be measured."""
+STAGING_PIECE_BYTES = 64 << 20
+"""Maximum size, a power of two, of a piece that a rank copies to shared memory. Larger messages are split."""
+STAGING_SLOTS = 2
+"""Number of pieces of a rank in shared memory. One is written while peers still read the other."""
 
 
 def pool_layout(geometry: KvGeometry, sizes: AxisSizes, coords: RankCoords, memory_gib: float) -> PoolLayout:

@@ -18,7 +18,7 @@ from workers.attention.triton.decode import DecodeAttention
 from workers.kernels.copy_pages import copy_pages
 from workers.kernels.experts import choose_experts, expert_rows, grouped_matmul, sum_choices, tiles_of
 from workers.kernels.fp8 import fp8_matmul, grouped_fp8_matmul
-from workers.kernels.partials import merge_partials
+from workers.kernels.partials import merge_partial
 from workers.kernels.sampling import find_cutoffs, win_race
 from workers.kernels.selection import VisibleKeys, choose, locate, score_run, score_tokens
 from workers.kernels.triton_elementwise import add_rms_norm, rms_norm, rotate, rotate_storing, store_kv, swiglu
@@ -195,15 +195,16 @@ def _fp8_experts() -> None:
     grouped_fp8_matmul(x, *_fp8(2, 2048, 768, width=128), tiles_of([1000, 1000], x))
 
 
-def _merge() -> object:
-    out, lse = torch.zeros(100, 8, 128, dtype=torch.bfloat16), torch.zeros(100, 8)
-    return merge_partials([out] * 3, [lse] * 3)
+def _merge() -> None:
+    out, lse = torch.zeros(100, 8, 128), torch.zeros(100, 8)
+    merge_partial(out, lse, out.bfloat16(), lse)
 
 
 def _merge_any() -> None:
     """Merge one row, a multiple of 16 rows, and another number of rows."""
     for num_rows in (1, 16, 33):
-        merge_partials([_bf16(num_rows, 1, 128)] * 2, [torch.zeros(num_rows, 1)] * 2)
+        out, lse = torch.zeros(num_rows, 1, 128), torch.zeros(num_rows, 1)
+        merge_partial(out, lse, out.bfloat16(), lse)
 
 
 def _decode(head_dim: int, kv_heads: int, groups: int, page_size: int = 64) -> Callable[[], object]:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from cluster.planner.memory import kv_plan
 from cluster.planner.model import facts_of
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Role
-from cluster.spec.kv import pages_for
 from cluster.spec.memory import GIB
 from tests.fakes.checkpoints import make_checkpoint
 from tests.readme import ROOT
@@ -21,10 +21,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.native]
 
 CHUNK = 8192
 LONG = 131_072
-PAGE_SIZE = 64
 TOLERANCE = 0.05
 SLACK = 48 << 20
-"""Memory of Python and torch in addition to tensors."""
+"""Memory of Python and torch in addition to tensors, on one rank."""
+CONNECTIONS = 24 << 20
+"""Memory of a rank's groups."""
 
 SIZES: dict[str, Any] = {
     "hidden_size": 1024,
@@ -33,6 +34,8 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 8,
     "max_position_embeddings": LONG,
 }
+GROUPED: dict[str, Any] = {**SIZES, "intermediate_size": 1024, "num_attention_heads": 32, "head_dim": 128}
+"""Sizes with which attention takes more memory than MLPs."""
 LATENT: dict[str, Any] = {
     **SIZES,
     "num_hidden_layers": 3,
@@ -50,53 +53,104 @@ WIDE: dict[str, Any] = {**LATENT, "intermediate_size": 1024, "num_attention_head
 """Sizes with which attention takes more memory than MLPs."""
 
 
-class Measured(NamedTuple):
-    """Measured bytes, and the same according to `baton plan`."""
+class Step(NamedTuple):
+    """Step of equal requests, and settings under `prefill`."""
 
-    held: int
-    """Weights and pages, and what libraries take."""
-    step: int
-    planned_held: float
-    planned_step: float
+    extend_len: int = CHUNK
+    prefix_len: int = 0
+    num_requests: int = 1
+    dtype: torch.dtype = torch.float32
+    cp: int = 1
+    mode: str = "gather"
+    passing: str | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        settings = {
+            "chunk_tokens": self.extend_len * self.num_requests,
+            "strategy": "zigzag",
+            "mode": self.mode,
+            "parallel": {"cp": self.cp},
+        }
+        return settings | ({"passing": self.passing} if self.passing else {})
 
 
-def measure(folder: Path, family: str, sizes: dict[str, Any], extend_lens: list[int], prefix_len: int) -> Measured:
-    """Run a step in a process of its own, with just enough pages."""
-    path = make_checkpoint(folder, family, **sizes)
-    num_pages = sum(pages_for(length + prefix_len, PAGE_SIZE) for length in extend_lens) + 2
-    page_gib = PAGE_SIZE * facts_of(DeployConfig(), path).geometry.bytes_per_token / GIB
+BF16_CP = Step(dtype=torch.bfloat16, cp=2, prefix_len=CHUNK)
+PASS_KV = BF16_CP._replace(mode="ring", passing="pass_kv")
+PASS_Q = BF16_CP._replace(mode="ring", passing="pass_q")
+SHORT_EXTENDS = Step(extend_len=64, prefix_len=512, num_requests=128)
+"""Short extends of long prefixes, which meet latents as stored, with wider queries than those of expanded keys."""
+
+
+def check(folder: Path, family: str, sizes: dict[str, Any], step: Step) -> None:
+    """Run a step in a process per rank, with as few pages as possible, and compare every rank with the plan."""
+    longest = step.prefix_len + step.extend_len
+    path = make_checkpoint(folder, family, dtype=step.dtype, **{**sizes, "max_position_embeddings": longest})
     settings = {
         "model": {"path": str(path)},
-        "kv": {"page_size": PAGE_SIZE, "memory_gib": num_pages * page_gib},
-        "prefill": {"chunk_tokens": sum(extend_lens)},
+        "kv": {"page_size": 64, "memory_gib": 0.1},
+        "prefill": step.settings,
+        # Shared memory would count on every rank that reads it.
+        "resources": {"collectives": "tcp"},
     }
-    given = {"folder": str(path), "settings": settings, "extend_lens": extend_lens, "prefix_len": prefix_len}
-    command = [sys.executable, "-m", "tests.fakes.measured_step", json.dumps(given)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT)
     config = DeployConfig.model_validate(settings)
     memory = kv_plan(config, facts_of(config, path)).roles[Role.PREFILL].host
-    step = memory.activations * GIB
-    return Measured(**json.loads(done.stdout), planned_held=memory.total * GIB - step, planned_step=step)
+    planned_step, planned_held = memory.activations * GIB, (memory.total - memory.activations) * GIB
+    for measured in _measure(path, settings, step):
+        slack = SLACK + (step.cp > 1) * CONNECTIONS
+        assert 0 <= measured["held"] - planned_held < slack, (measured, planned_held)
+        assert planned_step == pytest.approx(measured["step"], rel=TOLERANCE), measured
 
 
-def check(measured: Measured) -> None:
-    assert 0 <= measured.held - measured.planned_held < SLACK, measured
-    assert measured.planned_step == pytest.approx(measured.step, rel=TOLERANCE), measured
+def _measure(folder: Path, settings: dict[str, Any], step: Step) -> list[dict[str, int]]:
+    processes = list[subprocess.Popen[str]]()
+    given: dict[str, Any] = {"folder": str(folder), "settings": settings, "store": "", "passing": step.passing}
+    given |= {"num_requests": step.num_requests, "extend_len": step.extend_len, "prefix_len": step.prefix_len}
+    try:
+        for rank in range(step.cp):
+            command = [sys.executable, "-m", "tests.fakes.measured_step", json.dumps({**given, "rank": rank})]
+            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+            if not rank:
+                stdout = processes[0].stdout
+                assert stdout is not None
+                given["store"] = stdout.readline().strip()
+        return [json.loads(process.communicate()[0]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes", "extend_lens", "prefix_len"),
+    ("family", "sizes", "step"),
     [
-        ("llama", SIZES, [CHUNK], 0),
-        ("deepseek_v32", WIDE, [CHUNK], 0),
-        # Short extends of long prefixes meet latents as stored, with wider queries than those of expanded keys.
-        ("deepseek_v3", WIDE, [64] * 128, 512),
+        ("llama", SIZES, Step()),
+        ("llama", GROUPED, BF16_CP),
+        ("deepseek_v32", WIDE, Step()),
+        ("deepseek_v3", WIDE, SHORT_EXTENDS),
     ],
 )
-def test_short_prompts(
-    tmp_path: Path, family: str, sizes: dict[str, Any], extend_lens: list[int], prefix_len: int
-) -> None:
-    check(measure(tmp_path, family, sizes, extend_lens, prefix_len))
+def test_short_prompts(tmp_path: Path, family: str, sizes: dict[str, Any], step: Step) -> None:
+    check(tmp_path, family, sizes, step)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "sizes", "step"),
+    [
+        ("llama", GROUPED, BF16_CP._replace(cp=4, dtype=torch.float32)),
+        ("llama", GROUPED, PASS_KV._replace(dtype=torch.float32)),
+        ("llama", GROUPED, PASS_KV),
+        ("llama", GROUPED, PASS_Q._replace(dtype=torch.float32)),
+        ("llama", GROUPED, PASS_Q),
+        ("deepseek_v3", WIDE, Step(dtype=torch.bfloat16, prefix_len=3 * CHUNK)),
+        ("deepseek_v3", WIDE, BF16_CP._replace(dtype=torch.float32)),
+        ("deepseek_v3", WIDE, SHORT_EXTENDS._replace(dtype=torch.bfloat16, cp=2)),
+        ("deepseek_v32", WIDE, Step(256, 256, 32, torch.bfloat16)),
+    ],
+)
+def test_ranks_and_dtypes(tmp_path: Path, family: str, sizes: dict[str, Any], step: Step) -> None:
+    check(tmp_path, family, sizes, step)
 
 
 @pytest.mark.full
@@ -105,4 +159,4 @@ def test_short_prompts(
     ("family", "sizes"), [("deepseek_v3", LATENT), ("deepseek_v32", LATENT), ("deepseek_v32", WIDE)]
 )
 def test_the_last_chunk_of_a_long_prompt(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
-    check(measure(tmp_path, family, sizes, [CHUNK], LONG - CHUNK))
+    check(tmp_path, family, sizes, Step(prefix_len=LONG - CHUNK))

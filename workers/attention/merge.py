@@ -1,12 +1,15 @@
 """Merge of partial attention results from ring steps, cached prefixes and split KV."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from workers.device import device_of
+
+_ROWS_AT_ONCE = 512
+"""Number of rows whose fp32 copies exist at a time on a CPU."""
 
 
 class Partial(NamedTuple):
@@ -34,40 +37,44 @@ def unwritten_partial(query: Tensor, value_dim: int) -> Partial:
     return Partial(query.new_empty(*shape, value_dim), query.new_empty(shape, dtype=torch.float32))
 
 
-def merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
-    """Join partials of the same queries over disjoint sets of keys, in any order. ``out`` keeps its dtype.
-
-    lse = ln(sum(exp(lse_i))), out = sum(exp(lse_i - lse) * out_i). Sinks ``[heads]`` act like one more lse, with out 0.
-    """
-    joined = _join(partials)
-    if sinks is None:
-        return joined
-    lse = torch.logaddexp(joined.lse, sinks)
-    return Partial((joined.out * (joined.lse - lse).exp_()[..., None]).to(joined.out.dtype), lse)
-
-
 def merge_in_turn(partials: Iterable[Partial]) -> Partial | None:
-    """Join partials one after another in fp32, so that few exist at a time. Return a single one as it is, and None if
-    there are none.
+    """Join partials of the same queries over disjoint sets of keys, in any order, one after another in fp32.
+
+    Return a single one as it is, and None if there are none. The result may overwrite the first one.
     """
     joined: Partial | None = None
     for found in partials:
-        joined = found if joined is None else merge([Partial(joined.out.float(), joined.lse), found])
+        if joined is None:
+            joined = found
+        else:
+            joined = Partial(joined.out.float().contiguous(), joined.lse.contiguous())
+            merge_into(joined, found)
+        del found  # or it would exist together with the next one
     return joined
 
 
-def _join(partials: Sequence[Partial]) -> Partial:
-    assert partials, "nothing to merge"
-    if len(partials) == 1:
-        return partials[0]
-    if device_of(partials[0].lse).has_kernels:
-        from workers.kernels.partials import merge_partials
+def merge_into(joined: Partial, found: Partial) -> None:
+    """Add a partial over other keys to ``joined``, in place.
 
-        return Partial(*merge_partials(*zip(*partials, strict=True)))
-    lse = torch.logsumexp(torch.stack([partial.lse for partial in partials]), 0)
+    lse = ln(exp(lse_1) + exp(lse_2)), out = exp(lse_1 - lse) * out_1 + exp(lse_2 - lse) * out_2.
+    """
+    if device_of(joined.lse).has_kernels:
+        from workers.kernels.partials import merge_partial
+
+        merge_partial(*joined, *found)
+        return
+    lse = torch.logaddexp(joined.lse, found.lse)
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
-    first, *others = partials
-    out = first.out * (first.lse - finite).exp_()[..., None]
-    for other in others:
-        out.addcmul_(other.out, (other.lse - finite).exp_()[..., None])
-    return Partial(out.to(first.out.dtype), lse)
+    factors = ((each.lse - finite).exp_()[..., None] for each in (joined, found))
+    rows = (torch.split(x, _ROWS_AT_ONCE) for x in (joined.out, found.out, *factors))
+    for out, other, factor, other_factor in zip(*rows, strict=True):
+        out.mul_(factor).addcmul_(other, other_factor)
+    joined.lse.copy_(lse)
+
+
+def with_sinks(found: Partial, sinks: Tensor | None) -> Partial:
+    """Return the partial with sinks ``[heads]``, each of which acts like one more score of a key without a value."""
+    if sinks is None:
+        return found
+    lse = torch.logaddexp(found.lse, sinks)
+    return Partial((found.out * (found.lse - lse).exp_()[..., None]).to(found.out.dtype), lse)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from workers.attention.interface import AttentionParams, GraphShape
-from workers.attention.merge import Partial, empty_partial, merge
+from workers.attention.merge import Partial, empty_partial, merge_into
 from workers.attention.runs import Piece, Run, paged_pieces, pages_of, row_pieces, split_keys
 from workers.attention.torch_selection import TorchSelection
 from workers.device import device_of
@@ -226,10 +226,12 @@ def _attend_pieces(
     num_done = 0
     for piece in pieces:
         found = _attend_piece(query[piece.query], *keys_of(piece), piece, scale)
+        joined = Partial(*(x[piece.query] for x in result))
         if piece.query.start < num_done:
-            found = merge([Partial(*(x[piece.query] for x in result)), found])
-        for whole, part in zip(result, found, strict=True):
-            whole[piece.query] = part
+            merge_into(joined, found)
+        else:
+            joined.out.copy_(found.out)
+            joined.lse.copy_(found.lse)
         num_done = max(num_done, piece.query.stop)
     return result
 
@@ -281,12 +283,10 @@ def _by_flash(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: fl
     ahead, step = piece.ahead, piece.step
     found = _triangle(query, key[:, ahead::step], value[:, ahead::step], scale)
     if ahead:
-        found = merge([found, _rectangle(query, key[:, :ahead], value[:, :ahead], scale)])
+        merge_into(found, _rectangle(query, key[:, :ahead], value[:, :ahead], scale))
     for first in range(ahead + 1, min(ahead + step, piece.num_keys)):
         later = Partial(*(x[1:] for x in found))
-        joined = merge([later, _triangle(query[1:], key[:, first::step], value[:, first::step], scale)])
-        for whole, part in zip(later, joined, strict=True):
-            whole.copy_(part)
+        merge_into(later, _triangle(query[1:], key[:, first::step], value[:, first::step], scale))
     return found
 
 

@@ -141,7 +141,7 @@ class _Work(NamedTuple):
     calls: int
     """Number of attention calls, which run one after another."""
     partials: int
-    """Number of partials per token. A single partial is not merged."""
+    """Number of partials per token, which are merged one after another."""
     rows: float
     """Number of KV rows that are stored, or read in order to be sent."""
     scored_pairs: float = 0
@@ -149,7 +149,7 @@ class _Work(NamedTuple):
 
 
 def _rank_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
-    merged = work.tokens * work.partials if work.partials > 1 else 0
+    merged = work.tokens * (work.partials - 1)
     return (
         work.tokens * shape.linear_flops / rates.linear_flops_per_s
         + _attention_s(work, shape, rates)

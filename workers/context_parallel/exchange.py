@@ -124,12 +124,11 @@ class HomewardPartials:
 
         ``homes[rank]`` holds the int64 indices of that rank's queries in ``found``, in that rank's own order.
         """
-        packed = torch.cat((found.out.float(), found.lse[..., None]), dim=-1)
-        self._own = packed[homes[group.rank]]
+        self._own = _packed(found, homes[group.rank])
         self._arriving: list[tuple[Tensor, Pending]] = []
         for distance in range(1, group.size):
             out = torch.empty_like(self._own)
-            theirs = packed[homes[(group.rank + distance) % group.size]]
+            theirs = _packed(found, homes[(group.rank + distance) % group.size])
             self._arriving.append((out, group.start_shift(out, theirs, distance)))
 
     def wait(self) -> Iterator[Partial]:
@@ -174,6 +173,10 @@ class _RowBuffer:
         elif len(self._memory) < size:
             self._memory = like.new_zeros(max(size, len(self._memory) * 5 // 4))
         return self._memory[:size].view(num_rows, *row_shape)
+
+
+def _packed(found: Partial, queries: Tensor) -> Tensor:
+    return torch.cat((found.out[queries].float(), found.lse[queries][..., None]), dim=-1)
 
 
 def _unpacked(packed: Tensor) -> Partial:

@@ -11,7 +11,7 @@ from torch import Tensor
 from cluster.spec.ranks import moe_tp_size
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend, AttentionParams
-from workers.attention.merge import Partial, merge
+from workers.attention.merge import Partial, merge_into
 from workers.attention.runs import Run
 from workers.context_parallel.chunk_sizes import slowest
 from workers.context_parallel.cost_model import ModelShape, Rates, computed_pairs
@@ -181,8 +181,9 @@ def _waited_s(device: Device, group: Communicator, call: Callable[[], object]) -
 def _measure_merge(model: DecoderModel) -> float:
     _, num_tokens = model.device.samples.tokens
     shape = (num_tokens, model.attention.num_heads)
-    partial = Partial(torch.zeros(*shape, model.attention.value_dim, dtype=model.dtype), torch.zeros(shape))
-    return model.device.least_s(lambda: merge([partial, partial])) / (2 * num_tokens)
+    found = Partial(torch.zeros(*shape, model.attention.value_dim, dtype=model.dtype), torch.zeros(shape))
+    joined = Partial(found.out.float(), torch.zeros(shape))
+    return model.device.least_s(lambda: merge_into(joined, found)) / num_tokens
 
 
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:

@@ -160,11 +160,9 @@ class PassQContext(StepContext):
         self._gathered.wait()
         homeward = None
         if queries is not None:
-            every_query = queries.wait()[self._inverse]
-            found = merge_in_turn(self._prefix.attend(every_query, layer, self.pool, params, expand))
-            if found is None:
-                found = empty_partial(every_query, params.value_dim)
+            found = self._of_prefix(queries.wait()[self._inverse], layer, params, expand)
             homeward = HomewardPartials(self.exchange.group, found, self._homes)
+            del found
         self._own_stored.store(layer, self._gathered.of_rank(self.batch.cp_rank))
         for rank, rows, owned in self._others:
             kv = self._gathered.of_rank(rank)
@@ -173,6 +171,11 @@ class PassQContext(StepContext):
                 yield from rows.attend(q, self.pool.split(layer, kv), params, expand)
         if homeward is not None:
             yield from homeward.wait()
+
+    def _of_prefix(self, q: Tensor, layer: int, params: AttentionParams, expand: Expand | None) -> Partial:
+        """Return attention of all ranks' queries to this rank's part of the prefix."""
+        found = merge_in_turn(self._prefix.attend(q, layer, self.pool, params, expand))
+        return empty_partial(q, params.value_dim) if found is None else found
 
     def selected_partials(
         self, layer: int, q: Tensor, params: AttentionParams, index: IndexQueries | None, top_k: int
@@ -188,14 +191,17 @@ class PassQContext(StepContext):
         for rank, _, owned in self._others:
             owned.store(layer, self._gathered.of_rank(rank))
         parts = self.pool.layer_view(layer)
-        every_query = queries.wait()[self._inverse]
         every_index = None
         if of_index is not None:
             rows = of_index.wait()[self._inverse]
             every_index = IndexQueries(rows[..., :-1], rows[..., -1])
+            del rows
         selected = self.selected(self._selectable, every_index, parts[-1], top_k)
-        found = self._selectable.attend(every_query, parts[0], selected, params)
-        yield from HomewardPartials(exchange.group, found, self._homes).wait()
+        del every_index
+        found = self._selectable.attend(queries.wait()[self._inverse], parts[0], selected, params)
+        homeward = HomewardPartials(exchange.group, found, self._homes)
+        del found
+        yield from homeward.wait()
 
     @cached_property
     def _selectable(self) -> SelectableKeys:

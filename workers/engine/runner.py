@@ -15,7 +15,7 @@ from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
 from cluster.spec.step_messages import ScheduledRequest, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
-from workers.attention.merge import Partial, merge
+from workers.attention.merge import Partial, merge_in_turn
 from workers.context_parallel.shard_plan import dummy_request, join_shapes, make_step_shape
 from workers.engine.attention_context import make_context
 from workers.engine.batch import BegunStep, KnownRequest, SampledTokens, StepInput, build_step_batch
@@ -88,20 +88,17 @@ class ModelRunner:
         for num_tokens, prefix_len in steps:
             self.run_dummy(self._groups.cp.size * num_tokens, prefix_len)
         if self._model.device.has_kernels:
-            self._merge_dummy()
+            if self._groups.cp.size > 1:
+                self._merge_dummy()
             self.sample_dummy(1)
             warm_up_copies(self._pool)
 
     def _merge_dummy(self) -> None:
-        """Merge every possible number of partials, from a prefix and every rank, to compile the kernels."""
-        attention, size = self._model.attention, self._groups.cp.size
-        kinds = [[self._model.dtype] * count for count in range(2, size + 2)]
-        if self._owners > 1:
-            # Partials over new rows precede the partials that all ranks return, which are in fp32.
-            kinds += [[self._model.dtype] * count + [torch.float32] * size for count in range(1, size + 1)]
+        """Merge partials in the model's dtype, and those that other ranks return in fp32, to compile the kernels."""
+        attention = self._model.attention
         out = torch.zeros(1, attention.num_heads, attention.value_dim, device=self._model.device.torch_device)
-        for dtypes in kinds if size > 1 else []:
-            merge([Partial(out.to(dtype), out[..., 0].contiguous()) for dtype in dtypes])
+        for dtype in {self._model.dtype, torch.float32}:
+            merge_in_turn(Partial(each, out[..., 0].contiguous()) for each in (out, out.to(dtype)))
 
     def run_dummy(
         self,

@@ -9,7 +9,7 @@ from operator import add
 from torch import Tensor
 
 from workers.attention.interface import AttentionBackend, AttentionParams
-from workers.attention.merge import Partial, merge, merge_in_turn
+from workers.attention.merge import Partial, merge_in_turn, with_sinks
 from workers.attention.runs import Run, sees_any
 from workers.attention.selection import IndexQueries
 from workers.context_parallel.cost_model import attended_pairs
@@ -86,18 +86,13 @@ class StepContext(AttentionContext, ABC):
     def attend(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None = None) -> Tensor:
         sees_all = params.window is None or not self.batch.is_sharded
         assert sees_all, "a window needs all pages of a request on every rank"
-        found = self.partials(layer, q, params, expand)
-        if expand is None:
-            partials = list(found)
-        else:
-            joined = merge_in_turn(found)
-            partials = [] if joined is None else [joined]
+        joined = merge_in_turn(self.partials(layer, q, params, expand))
         self.pool.note_stored(layer)
         # Without queries, there may be no partials.
-        if not len(q):
+        if joined is None:
             *_, values = params.key_and_value(self.pool.layer_view(layer))
             return q.new_empty(0, q.shape[1], params.value_dim or values.shape[-1])
-        return merge(partials, params.sinks).out.to(q.dtype)
+        return with_sinks(joined, params.sinks).out.to(q.dtype)
 
     @abstractmethod
     def partials(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None) -> Iterable[Partial]:

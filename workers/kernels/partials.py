@@ -5,7 +5,6 @@ that block, and the last program of the last block joins the blocks. Which progr
 but the joined parts and their order are always the same.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -185,28 +184,26 @@ def _store(
     )
 
 
-def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Join partials ``[T, heads, D]`` with log-sum-exps ``[T, heads]`` fp32. See workers.attention.merge."""
-    outs, lses = tuple(out.contiguous() for out in outs), tuple(lse.contiguous() for lse in lses)
-    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+def merge_partial(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Add a partial to ``out [T, heads, D]`` and ``lse [T, heads]`` in place. See workers.attention.merge."""
+    assert out.is_contiguous(), "a merge in place needs contiguous rows"
     block_rows = 8
     if lse.numel():
-        _merge_partials_kernel[(triton.cdiv(lse.numel(), block_rows),)](
-            outs,
-            lses,
+        _merge_partial_kernel[(triton.cdiv(lse.numel(), block_rows),)](
             out,
             lse,
+            other.contiguous(),
+            other_lse.contiguous(),
             lse.numel(),
             HEAD_DIM=out.shape[-1],
             BLOCK_ROWS=block_rows,
             BLOCK_DIM=block_of(out.shape[-1]),
         )
-    return out, lse
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _merge_partials_kernel(
-    outs, lses, out, lse, num_rows,
+def _merge_partial_kernel(
+    out, lse, other, other_lse, num_rows,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -214,19 +211,18 @@ def _merge_partials_kernel(
     is_row = rows < num_rows
     is_held = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     offsets = rows[:, None] * HEAD_DIM + dims[None, :]
-    joined = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
-    total = tl.zeros((BLOCK_ROWS,), tl.float32)
-    peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-    for at in tl.static_range(len(outs)):
-        part_lse = tl.load(lses[at] + rows, mask=is_row, other=float("-inf"))
-        part = tl.load(outs[at] + offsets, mask=is_held, other=0.0).to(tl.float32)
-        new_peak = tl.maximum(peak, part_lse)
-        reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay, weight = tl.exp(peak - reference), tl.exp(part_lse - reference)
-        joined = joined * decay[:, None] + part * weight[:, None]
-        total = total * decay + weight
-        peak = new_peak
+    own_lse = tl.load(lse + rows, mask=is_row, other=float("-inf"))
+    found_lse = tl.load(other_lse + rows, mask=is_row, other=float("-inf"))
+    own = tl.load(out + offsets, mask=is_held, other=0.0).to(tl.float32)
+    found = tl.load(other + offsets, mask=is_held, other=0.0).to(tl.float32)
+    peak = tl.maximum(own_lse, found_lse)
+    reference = tl.where(peak == float("-inf"), 0.0, peak)
+    own_weight, found_weight = tl.exp(own_lse - reference), tl.exp(found_lse - reference)
+    total = own_weight + found_weight
     is_empty = total == 0
     total = tl.where(is_empty, 1.0, total)
+    joined = (own * own_weight[:, None] + found * found_weight[:, None]) / total[:, None]
+    # Other threads of this program may still be reading these rows.
+    tl.debug_barrier()
     tl.store(lse + rows, tl.where(is_empty, float("-inf"), tl.log(total) + peak), mask=is_row)
-    tl.store(out + offsets, (joined / total[:, None]).to(out.dtype.element_ty), mask=is_held)
+    tl.store(out + offsets, joined.to(out.dtype.element_ty), mask=is_held)

@@ -31,11 +31,18 @@ class Activations(NamedTuple):
     whole_width: int = 0
     """Elements per token that every TP rank holds."""
     wide_width: int = 0
-    """Elements per token of results in fp32, sharded over TP ranks. Each also exists in the model's dtype."""
+    """Elements per token in fp32, sharded over TP ranks."""
+    narrow_width: int = 0
+    """Elements per token, sharded over TP ranks, that exist only if the model's dtype is not fp32."""
     size: int = 0
     """Elements for any number of tokens, sharded over TP ranks."""
     num_bytes: int = 0
     """Bytes for any number of tokens, which every TP rank holds."""
+
+
+def _merging(query_width: int, out_width: int) -> Activations:
+    """Return queries, the sum of partials, and the partial that is being added. The first sum is in either dtype."""
+    return Activations(width=query_width + out_width, wide_width=out_width, narrow_width=out_width)
 
 
 class AttentionCost(NamedTuple):
@@ -53,6 +60,8 @@ class AttentionCost(NamedTuple):
     """Elements of a token's attention output."""
     activations: tuple[Activations, ...]
     """Activations at the times when most exist. Which of them are the largest depends on the step and the dtype."""
+    merging: tuple[Activations, ...]
+    """Activations while attention to different ranks' keys is merged, besides new keys and values."""
     pair_flops: int
     """FLOPs per (query, key) pair."""
     stored_pair_flops: int = 0
@@ -113,6 +122,7 @@ class AttentionConfig:
             out_width=self.q_size,
             # Queries before and after their rotation, and keys and values before and after they are joined to rows.
             activations=(Activations(width=2 * (self.q_size + 2 * self.kv_size)),),
+            merging=(_merging(self.q_size, self.q_size),),
             pair_flops=4 * self.q_size,
         )
 
@@ -213,13 +223,10 @@ class LatentAttentionConfig:
     def cost(self, hidden_size: int) -> AttentionCost:
         """Return the cost with expanded keys, and the activations of either form."""
         query_width, out_width = self.num_heads * self.head_dim, self.num_heads * self.value_dim
-        # Partials of the last two tiles, and their sum.
-        expanded = Activations(
-            width=query_width + 2 * out_width,
-            wide_width=out_width,
-            whole_width=self.stored_dim,
-            size=MOST_EXPANDED * (self.expanded_size + query_width),
+        expanded = _merging(query_width, out_width)._replace(
+            narrow_width=0, whole_width=self.stored_dim, size=MOST_EXPANDED * (self.expanded_size + query_width)
         )
+        stored = _merging(self.num_heads * self.stored_dim, self.num_heads * self.kv_rank)
         cost = AttentionCost(
             sharded=(self.query_rank or hidden_size) * query_width
             + self.kv_rank * self.expanded_size
@@ -229,6 +236,7 @@ class LatentAttentionConfig:
             query_width=query_width,
             out_width=out_width,
             activations=(expanded, Activations(width=self._absorbing_width, whole_width=self.stored_dim)),
+            merging=(expanded, stored),
             pair_flops=2 * (query_width + out_width),
             stored_pair_flops=2 * self.num_heads * (self.stored_dim + self.kv_rank),
             expand_flops=2 * self.kv_rank * self.expanded_size,

@@ -78,6 +78,8 @@ class LayerCost(NamedTuple):
     """Number of experts that compute each token. 0 for a layer without experts."""
     activations: tuple[Activations, ...]
     """Activations of attention at the times when most exist."""
+    merging: tuple[Activations, ...]
+    """Activations while attention to different ranks' keys is merged."""
     index_flops: int
     """FLOPs per (query, key) pair to select keys."""
     dense_width: int
@@ -226,6 +228,7 @@ class DecoderConfig:
             routed=expert * per_token,
             experts_per_token=per_token,
             activations=attention.activations,
+            merging=attention.merging,
             index_flops=attention.index_flops,
             dense_width=3 * feed_forward.dense_size,
             routed_width=expert * per_token // hidden,

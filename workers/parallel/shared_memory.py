@@ -19,20 +19,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cluster.spec.memory import STAGING_PIECE_BYTES, STAGING_SLOTS
+
 _LINE = 8
 """Number of 8-byte words per rank: one cache line, so that ranks do not slow each other down."""
 _SPINS = 300
 """Number of polls, about 20 microseconds, before a rank yields its core."""
 _YIELD_S = 200e-6
 _LONGEST_PAUSE_S = 1e-3
-_SLOTS = 2
-"""Number of slots per rank. One is filled while peers still read the other."""
 WHOLE_SUM_BYTES = 128 << 10
 """Maximum size of a piece that every rank sums in full. For larger pieces, the reads cost more than a second wait, as
 measured on two cores for two and four ranks.
 """
-PIECE_BYTES = 64 << 20
-"""Maximum size of a piece, a power of two. Larger parts are split."""
 _MAX_PIECES = 1 << 20
 """Maximum number of pieces per call. A piece's number is call * _MAX_PIECES + its index."""
 
@@ -152,7 +150,7 @@ class SharedMemoryCollectives:
         rank: int,
         pids: Sequence[int],
         timeout_s: float,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int = STAGING_PIECE_BYTES,
         whole_sum_bytes: int = WHOLE_SUM_BYTES,
     ) -> None:
         """Map ``descriptor``, a file of ``num_bytes`` zeros, and take ownership of it."""
@@ -162,8 +160,8 @@ class SharedMemoryCollectives:
         self._flags = PeerFlags(memoryview(memory), rank, pids, timeout_s)
         self._data: Bytes = np.frombuffer(memory, dtype=np.uint8)
         self._data_offset = _data_offset(self._size)
-        self._reserved = [0] * _SLOTS
-        self._held = [0] * _SLOTS
+        self._reserved = [0] * STAGING_SLOTS
+        self._held = [0] * STAGING_SLOTS
         self._call = 0
         self._pending: SharedMemoryWork | None = None
         weakref.finalize(self, os.close, descriptor)
@@ -171,7 +169,7 @@ class SharedMemoryCollectives:
     @staticmethod
     def num_bytes(size: int) -> int:
         """Return the memory size for a group of ``size`` ranks. Most of it is never used."""
-        return _data_offset(size) + size * _SLOTS * PIECE_BYTES
+        return _data_offset(size) + size * STAGING_SLOTS * STAGING_PIECE_BYTES
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> SharedMemoryWork:
         mine, parts = _bytes_of(tensor), _bytes_of(output).reshape(self._size, -1)
@@ -282,10 +280,10 @@ class SharedMemoryCollectives:
         return part[index * self._piece_bytes : (index + 1) * self._piece_bytes]
 
     def _slot_of(self, index: int) -> int:
-        return (self._call + index) % _SLOTS
+        return (self._call + index) % STAGING_SLOTS
 
     def _slot(self, rank: int, slot: int) -> Bytes:
-        begin = self._data_offset + (rank * _SLOTS + slot) * self._piece_bytes
+        begin = self._data_offset + (rank * STAGING_SLOTS + slot) * self._piece_bytes
         return self._data[begin : begin + self._piece_bytes]
 
     def _reserve(self, slot: int, num_bytes: int) -> None:
@@ -293,7 +291,7 @@ class SharedMemoryCollectives:
         if num_bytes <= self._reserved[slot]:
             return
         wanted = min(1 << (num_bytes - 1).bit_length(), self._piece_bytes)
-        begin = self._data_offset + (self._rank * _SLOTS + slot) * self._piece_bytes
+        begin = self._data_offset + (self._rank * STAGING_SLOTS + slot) * self._piece_bytes
         try:
             os.posix_fallocate(self._descriptor, begin, wanted)
         except OSError as error:

@@ -17,7 +17,7 @@ from tests.fakes.kernel_cases import PagedCase, any_params, check_paged, check_r
 from tests.unit.workers.test_row_attention import check, masked_attention, new_rows, rank_pairs
 from workers.attention import torch_backend
 from workers.attention.interface import AttentionParams
-from workers.attention.merge import Partial, merge
+from workers.attention.merge import Partial, merge_in_turn, with_sinks
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 
@@ -100,7 +100,9 @@ def test_a_sink_joins_the_softmax_once_however_keys_are_sharded(ends: list[int],
     # A sink is a score whose value is zero.
     out, lse = masked_attention(query, key, value, mask)
     whole = torch.logaddexp(lse, sinks.double())
-    check(merge(found, sinks), Partial(out * (lse - whole).exp()[..., None], whole))
+    joined = merge_in_turn(found)
+    assert joined is not None
+    check(with_sinks(joined, sinks), Partial(out * (lse - whole).exp()[..., None], whole))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,7 +110,7 @@ def test_a_sink_alone_takes_all_and_gives_nothing(dtype: torch.dtype) -> None:
     query, key, value = tensors(2, 3, dtype)
     params = AttentionParams(1.0, sinks=torch.full((6,), 0.5))
     empty = TORCH.prepare_rows([Run(0, 0, 2, 1)], [Run(1, 0, 3, 1)]).attend(query, key, value, params)
-    out, lse = merge([empty], params.sinks)
+    out, lse = with_sinks(empty, params.sinks)
     assert out.dtype == dtype
     assert not out.any()
     assert lse.eq(0.5).all()

@@ -1,13 +1,15 @@
 """Merged partial results equal attention to all keys, in any order and grouping, with empty shards."""
 
+from collections.abc import Sequence
 from itertools import pairwise
+from weakref import ref
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.attention.merge import Partial, empty_partial, merge
+from workers.attention.merge import Partial, empty_partial, merge_in_turn
 
 SHAPE = (3, 2, 4)
 seeds = st.integers(0, 1000)
@@ -28,6 +30,12 @@ def attention(seed: int, keys: slice, scale: float = 1.0) -> Partial:
 def shards(seed: int, cuts: list[int], scale: float = 1.0) -> list[Partial]:
     edges = [0, *sorted(cuts), 12]
     return [attention(seed, slice(a, b), scale) for a, b in pairwise(edges)]
+
+
+def merge(parts: Sequence[Partial]) -> Partial:
+    joined = merge_in_turn(Partial(*(x.clone() for x in part)) for part in parts)
+    assert joined is not None
+    return joined
 
 
 def assert_close(got: Partial, wanted: Partial) -> None:
@@ -85,7 +93,20 @@ def test_extreme_scores_neither_overflow_nor_vanish(shift: float) -> None:
     assert shifted.lse.isfinite().all()
 
 
-def test_out_keeps_its_dtype_and_lse_is_fp32() -> None:
+def test_several_partials_are_joined_in_fp32_and_one_is_returned_as_it_is() -> None:
     parts = [Partial(part.out.bfloat16(), part.lse) for part in shards(7, [3])]
-    merged = merge(parts)
-    assert (merged.out.dtype, merged.lse.dtype) == (torch.bfloat16, torch.float32)
+    assert [tensor.dtype for tensor in merge(parts)] == [torch.float32] * 2
+    assert merge_in_turn(parts[:1]) is parts[0]
+    assert merge_in_turn([]) is None
+
+
+def test_only_two_partials_exist_at_a_time() -> None:
+    alive = list[ref[torch.Tensor]]()
+
+    def made(part: Partial) -> Partial:
+        alive[:] = [each for each in alive if each() is not None]
+        assert len(alive) < 2
+        alive.append(ref(part.out))
+        return part
+
+    assert merge_in_turn(made(attention(8, slice(key, key + 1))) for key in range(12)) is not None

@@ -2,7 +2,6 @@
 
 import random
 import threading
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,13 @@ from tests.fakes.devices import CpuWithKernels, kernels_on_cpu
 from tests.fakes.kv import kv_pool
 from tests.fakes.steps import Request, step_of
 from tests.fakes.thread_group import on_thread_ranks
-from workers.attention.merge import Partial, merge
+from workers.attention import merge as merging
+from workers.attention.merge import Partial, merge_into
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton import backend, selection
 from workers.attention.triton.backend import TritonAttention
-from workers.engine import runner, step_context
+from workers.engine import runner
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
@@ -139,17 +139,15 @@ def test_kernels_for_rows_of_ranks_are_warmed_up(kv_heads: int, monkeypatch: pyt
 def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
     ownership: KvOwnership, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each number of partials and each combination of dtypes is a separate kernel."""
+    """Each combination of dtypes is a separate kernel."""
     folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     merged = threading.local()
 
-    def note_merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
-        if len(partials) > 1:  # otherwise it is the result
-            merged.kinds.add(tuple(partial.out.dtype for partial in partials))
-        return merge(partials, sinks)
+    def note_merge(joined: Partial, found: Partial) -> None:
+        merged.kinds.add((joined.out.dtype, found.out.dtype))
+        merge_into(joined, found)
 
-    for module in (step_context, runner):
-        monkeypatch.setattr(module, "merge", note_merge)
+    monkeypatch.setattr(merging, "merge_into", note_merge)
     passings = [None] if ownership is KvOwnership.REPLICATED else list(Passing)
 
     def compute(group: Communicator) -> tuple[Any, Any]:
