@@ -20,8 +20,10 @@ from cluster.bench.endpoint import first_model
 from cluster.bench.load import complete, summarize
 from cluster.bench.workload import random_workload
 
-REST_S = 0.5
-"""Pause before each turn, in which the other endpoint finishes what it does after its last answer."""
+REST_S = 3.0
+"""Pause before each turn, in which the other endpoint finishes what it does after its last answer. vLLM's threads still
+take the cores of the next turn half a second later.
+"""
 
 
 async def take_turn(url: str, model: str, load: Sequence[int], seed: int) -> dict[str, float]:

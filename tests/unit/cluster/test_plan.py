@@ -344,3 +344,4 @@ def test_advice_where_roles_share_cores() -> None:
     assert "local-cpu-fast.yaml" in advice
     assert plan_of("{resources: {device: cpu}, prefill: {skip_below_tokens: 512}}").advice is None
     assert plan_of("resources: {device: cuda}").advice is None
+    assert plan_of("{resources: {device: cpu}, transfer: {backend: mooncake}}").advice is None
