@@ -1,10 +1,10 @@
 """Estimates of the memory of a prefill step's attention whose tokens or keys are divided among CP ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.planner.model import ModelFacts
-from cluster.spec.config import DeployConfig, Device, PrefillConfig
+from cluster.spec.config import DeployConfig, Device, Pool, PrefillConfig
 from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.memory import STAGING_PIECE_BYTES, STAGING_SLOTS
 from cluster.spec.ranks import head_copies
@@ -69,23 +69,24 @@ class CpExchange:
         found = self.partial + self.result if self.expands_keys and not self.selects_keys else self.result
         attending = self.chunk_tokens * (self.query + self.index + found)
         sending = self.chunk_tokens * self.result + returning
+        # A query that selects keys has no separate result over its own rank's rows.
         own = self.selects_keys * self.num_tokens * self.result
         return max(plain - own + max(attending, sending), merging + kept + returning)
 
 
-def cp_exchanges(config: DeployConfig, prefill: PrefillConfig, model: ModelFacts, num_tokens: int) -> list[CpExchange]:
-    """Return the exchange of every way in which KV may meet queries. Empty with one rank."""
-    cp, tp = prefill.parallel.cp, prefill.parallel.tp
-    if cp == 1:
-        return []
+def cp_exchanges(config: DeployConfig, pool: Pool, model: ModelFacts, num_tokens: int) -> Sequence[CpExchange | None]:
+    """Return the exchange of every way in which KV may meet queries, or None alone if there is one CP rank."""
+    if not isinstance(pool, PrefillConfig) or pool.parallel.cp == 1:
+        return [None]
+    cp, tp = pool.parallel.cp, pool.parallel.tp
     groups, shape = model.geometry.groups, model.config.cost(model.dtype)
     copies = head_copies((group.num_heads for group in groups), tp)
-    is_ring = prefill.ownership is KvOwnership.SHARDED
+    is_ring = pool.ownership is KvOwnership.SHARDED
     return [
         CpExchange(
             cp=cp,
             num_tokens=num_tokens,
-            chunk_tokens=prefill.chunk_tokens,
+            chunk_tokens=pool.chunk_tokens,
             longest=config.model.longest_context(model.config.max_position_embeddings),
             row=max(group.num_heads * group.slot_bytes for group in groups) * copies / tp,
             query=shape.q_row_bytes / tp,
@@ -97,7 +98,7 @@ def cp_exchanges(config: DeployConfig, prefill: PrefillConfig, model: ModelFacts
             passing=passing,
             in_background=config.collectives_in_background,
         )
-        for passing in (prefill.passing.candidates if is_ring else [None])
+        for passing in (pool.passing.candidates if is_ring else [None])
     ]
 
 

@@ -4,7 +4,7 @@ from functools import partial
 
 from cluster.planner.exchange_memory import CpExchange, cp_exchanges, staging_bytes
 from cluster.planner.model import ModelFacts
-from cluster.spec.config import AnyParallel, DecodeConfig, DeployConfig, Device, Pool, PrefillConfig
+from cluster.spec.config import AnyParallel, DecodeConfig, DeployConfig, Device, Pool
 from cluster.spec.decode_graphs import batch_sizes, captures_decode
 from cluster.spec.kv import DTYPE_BYTES, pages_for
 from cluster.spec.memory import GIB
@@ -30,9 +30,8 @@ _WORKSPACE_BYTES = 32 << 20
 def step_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     """Return the memory of the largest step, or of sampling for all requests after it."""
     num_tokens = _most_tokens(pool)
-    exchanges = cp_exchanges(config, pool, model, num_tokens) if isinstance(pool, PrefillConfig) else []
-    alone: list[CpExchange | None] = [None]
-    return max(_step_bytes(config, pool, model, num_tokens, exchange) for exchange in exchanges or alone) / GIB
+    exchanges = cp_exchanges(config, pool, model, num_tokens)
+    return max(_step_bytes(config, pool, model, num_tokens, exchange) for exchange in exchanges) / GIB
 
 
 def _step_bytes(

@@ -26,6 +26,7 @@ from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.rank_groups import RankGroups
 from workers.engine.sampler import begin_sample, draw
 from workers.engine.step_context import CpExchange, StepContext
+from workers.layers.config import LatentAttentionConfig
 from workers.memory.copy import warm_up_copies
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import OnStored, PagePool
@@ -88,17 +89,19 @@ class ModelRunner:
         for num_tokens, prefix_len in steps:
             self.run_dummy(self._groups.cp.size * num_tokens, prefix_len)
         if self._model.device.has_kernels:
-            if self._groups.cp.size > 1:
-                self._merge_dummy()
+            self._merge_dummy()
             self.sample_dummy(1)
             warm_up_copies(self._pool)
 
     def _merge_dummy(self) -> None:
         """Merge partials in the model's dtype, and those that other ranks return in fp32, to compile the kernels."""
-        attention = self._model.attention
-        out = torch.zeros(1, attention.num_heads, attention.value_dim, device=self._model.device.torch_device)
-        for dtype in {self._model.dtype, torch.float32}:
-            merge_in_turn(Partial(each, out[..., 0].contiguous()) for each in (out, out.to(dtype)))
+        attention, config = self._model.attention, self._model.config.attention
+        widths = {attention.value_dim} if self._groups.cp.size > 1 else set[int]()
+        if isinstance(config, LatentAttentionConfig):
+            widths.add(config.value_dim)  # of tiles of expanded keys, also on one rank
+        for width, dtype in product(widths, {self._model.dtype, torch.float32}):
+            out = torch.zeros(1, attention.num_heads, width, device=self._model.device.torch_device)
+            merge_in_turn(Partial(each, out[..., 0].contiguous()) for each in (out, out.to(dtype, copy=True)))
 
     def run_dummy(
         self,

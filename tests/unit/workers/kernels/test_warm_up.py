@@ -30,6 +30,7 @@ from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
 from workers.kernels import copy_pages, sampling
 from workers.kernels.attention import Blocks, blocks_for
+from workers.layers.config import LatentAttentionConfig
 from workers.memory.page_pool import PagePool
 from workers.parallel.collectives import Communicator
 
@@ -173,3 +174,20 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
 
     for warm, later in on_thread_ranks(3, compute):
         assert later <= warm
+
+
+def test_tiles_of_expanded_keys_are_merged_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their values are narrower than latents, and one rank has several tiles, too."""
+    model = load_model(make_checkpoint(tmp_path, "deepseek_v3"), dtype=torch.bfloat16, device=CpuWithKernels())
+    pool = PagePool.of_one_rank(model.config.kv_geometry("m", "bfloat16", 64), 2)
+    merged = set[Any]()
+
+    def note_merge(joined: Partial, found: Partial) -> None:
+        merged.add((joined.out.shape[-1], found.out.dtype))
+
+    kernels_on_cpu(monkeypatch)
+    monkeypatch.setattr(merging, "merge_into", note_merge)
+    ModelRunner(model, pool, TritonAttention(), RankGroups())._merge_dummy()
+    assert isinstance(model.config.attention, LatentAttentionConfig)
+    assert model.attention.value_dim != model.config.attention.value_dim
+    assert merged == {(model.config.attention.value_dim, dtype) for dtype in (torch.bfloat16, torch.float32)}
