@@ -161,7 +161,10 @@ class DecoderModel(nn.Module):
     @property
     def products(self) -> str:
         """Return the format of matrix products if some are not in the model's dtype; otherwise an empty string."""
-        return "fp8" if self.fp8_bytes else ""
+        if not self.fp8_bytes:
+            return ""
+        # Projections that CP ranks hold together are dequantized.
+        return "fp8" if self.groups.linear_shards is None else "fp8, without projections"
 
     def packed_matrices(self) -> list[PackedMatrix]:
         """Return all weights that are packed."""

@@ -1,5 +1,6 @@
 """Weights that stay in FP8 have the values of dequantized ones, in shards of every layout."""
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cluster.spec.linear_shards import LinearShards
+from cluster.spec.strategy import ShardLinear
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.fp8_checkpoints import Block, dequantized, quantized, to_fp8_blocks
 from tests.fakes.fp8_products import plain
@@ -108,6 +111,8 @@ def test_every_rank_has_the_values_of_the_dequantized_model(
         assert 0 < model.fp8_bytes < 2 * sum(shard.plain.numel() for shard in wanted.values())
         assert dequantized_model.fp8_bytes == 0
         assert (model.products, dequantized_model.products) == ("fp8", "")
+        model.groups = replace(model.groups, linear_shards=LinearShards(ShardLinear.GATHER, 2))
+        assert model.products == "fp8, without projections"
 
 
 def in_fp8(model: DecoderModel) -> dict[str, int]:
