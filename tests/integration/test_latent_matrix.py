@@ -43,3 +43,11 @@ def test_tokens_equal_transformers_for_the_whole_matrix(models: Models, engine: 
 @pytest.mark.parametrize("case", matrix.in_loading_order(all_pairs(matrix.CACHED | TURNING)), ids=matrix.name_of)
 def test_tokens_do_not_depend_on_what_is_cached(models: Models, engine: LocalEngine, case: Case) -> None:
     matrix.check_caching(case, models, engine)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case", matrix.in_loading_order(all_pairs({**matrix.CACHED, "cp": [8]} | TURNING)), ids=matrix.name_of
+)
+def test_tokens_of_eight_ranks_do_not_depend_on_what_is_cached(models: Models, engine: LocalEngine, case: Case) -> None:
+    matrix.check_caching(case, models, engine)

@@ -1,6 +1,7 @@
 """Log-probabilities behind 16,384 tokens equal transformers', for latent attention to all keys and to selected ones."""
 
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,19 @@ def oracle_logprobs(folder: Path, prompt: list[int], answer: list[int]) -> Tenso
     return torch.cat(logits[-2:]).log_softmax(-1)
 
 
-@pytest.mark.parametrize("mode", ["gather", "ring"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
-def test_a_prompt_of_16384_tokens(models: Models, engine: LocalEngine, family: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "mode", "strategy"),
+    [
+        *product(["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"], ["gather", "ring"], ["zigzag"]),
+        *product(["deepseek_v32"], ["gather", "ring"], ["interleave", "auto"]),
+    ],
+)
+def test_a_prompt_of_16384_tokens(models: Models, engine: LocalEngine, family: str, mode: str, strategy: str) -> None:
     folder = models.folder(family, max_position_embeddings=2 * LENGTH)
     config = DeployConfig.model_validate(
         {
             "kv": {"memory_gib": 0.1},
-            "prefill": {"parallel": {"cp": 2}, "mode": mode, "chunk_tokens": 4096, "strategy": "zigzag"},
+            "prefill": {"parallel": {"cp": 2}, "mode": mode, "chunk_tokens": 4096, "strategy": strategy},
         }
     )
     rng = random.Random(7)

@@ -77,7 +77,7 @@ LLAMA_8B = ModelShape(
 
 
 def test_short_prompts_do_not_wait_for_each_other() -> None:
-    """On two GPUs, by the cost model, short steps cut the mean latency by a third and cost 7 % of throughput."""
+    """Short steps, by the cost model of two GPUs, cut the mean latency by a third and cost 7 % of throughput."""
     cp, chunk_tokens = 2, 16_384
     choose = StrategyChooser(
         setting=StrategySetting.AUTO,

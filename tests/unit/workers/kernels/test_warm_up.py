@@ -177,7 +177,7 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
 
 
 def test_tiles_of_expanded_keys_are_merged_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their values are narrower than latents, and one rank has several tiles, too."""
+    """Values are narrower than latents, and one rank has several tiles, too."""
     model = load_model(make_checkpoint(tmp_path, "deepseek_v3"), dtype=torch.bfloat16, device=CpuWithKernels())
     pool = PagePool.of_one_rank(model.config.kv_geometry("m", "bfloat16", 64), 2)
     merged = set[Any]()
