@@ -12,7 +12,6 @@ from tests.fakes.cluster import RunningCluster, running_cluster
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(900)]
 
 NUM_GREEDY, NUM_SAMPLED = 2, 6
-"""Few enough greedy streams that every replica also has a sampled one."""
 NUM_TOKENS = 500
 SAMPLING = {"temperature": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.3}
 SMALL = ("prefill.replicas=1", "prefill.parallel.cp=1", "kv.memory_gib=0.25")
@@ -40,16 +39,26 @@ def rehearsed(cluster: RunningCluster) -> list[Stream]:
     return [stream.again() for stream in (*greedy, *sampled)]
 
 
+def with_both_kinds(crowd: Crowd) -> str:
+    """Return a replica with greedy and sampled streams that have not ended."""
+    greedy, sampled = (
+        {stream.decode for stream in crowd.streams if not stream.end and bool(stream.sampling) == is_sampled}
+        for is_sampled in (False, True)
+    )
+    both = greedy & sampled
+    assert both, f"no replica has streams of both kinds: greedy on {greedy}, sampled on {sampled}"
+    return min(both)
+
+
 def test_a_decode_rank_is_killed_under_eight_streams(cluster: RunningCluster) -> None:
     streams = rehearsed(cluster)
     with Crowd(cluster.url, streams) as crowd:
         cluster.wait_until(lambda: crowd.have_tokens(3), 300)
-        victim = next(stream.decode for stream in crowd.streams if not (stream.end or stream.sampling))
+        victim = with_both_kinds(crowd)
         before, pid = Before(cluster, victim), pid_of(cluster, victim)
         lost = [stream for stream in crowd.streams if stream.decode == victim and not stream.end]
         proof = kill(f"{victim} rank 0", pid)
         detection_s = before.wait_detected()
-    assert any(stream.sampling for stream in lost), "only greedy streams lost their replica"
     line = before.line("kill a decode rank", crowd, proof, detection_s, before.wait_recovered())
     assert_all_right(cluster, line, crowd)
     assert line.continuations == len(lost)

@@ -32,7 +32,7 @@ def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvG
     """
     needs = needs_of(geometry.groups, model.device)
     choice = choose_backend(setting, model.device, model.dtype, needs, model.attention)
-    if setting is not AttentionSetting.TORCH and model.device.name == "cpu" and model.dtype in DTYPES:
+    if setting is not AttentionSetting.TORCH and not model.device.has_kernels and model.dtype in DTYPES:
         with suppress(CannotCompileError):  # then plain torch computes everything
             library = Library.load()
             elementwise.register(model.device, model.dtype, library)
