@@ -13,7 +13,8 @@ from cluster.spec.strategy import Passing
 from workers.layers.config import Activations
 from workers.models.interface import LayerCost
 
-_KEY_NUMBER_BYTES = 4
+KEY_NUMBER_BYTES = 4
+"""Bytes of a selected key's number."""
 _KEPT_ROWS = 1.5
 """Memory of new keys and values that are being sent, in stored rows: a projection of both, and rotated keys."""
 
@@ -92,7 +93,7 @@ def cp_exchanges(config: DeployConfig, pool: Pool, model: ModelFacts, num_tokens
             query=shape.q_row_bytes / tp,
             partial=shape.partial_row_bytes / tp,
             result=shape.partial_row_bytes / tp * DTYPE_BYTES[model.dtype] / DTYPE_BYTES["float32"],
-            index=shape.index_row_bytes + _KEY_NUMBER_BYTES * (shape.top_k or 0),
+            index=shape.index_row_bytes + KEY_NUMBER_BYTES * (shape.top_k or 0),
             selects_keys=model.config.selects_keys,
             expands_keys=bool(shape.expand_flops),
             passing=passing,

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from cluster.planner.exchange_memory import CpExchange, cp_exchanges, staging_bytes
+from cluster.planner.exchange_memory import KEY_NUMBER_BYTES, CpExchange, cp_exchanges, staging_bytes
 from cluster.planner.model import ModelFacts
 from cluster.spec.config import AnyParallel, DecodeConfig, DeployConfig, Device, Pool
 from cluster.spec.decode_graphs import batch_sizes, captures_decode
@@ -15,8 +15,6 @@ from workers.layers.config import Activations
 from workers.models.interface import DecoderConfig, LayerCost
 
 _PAGE_ID_BYTES = 8
-_NUMBER_BYTES = 4
-"""Bytes of a selected key's number."""
 _SCORE_BYTES = 6
 """Bytes per score of a key in a captured step, with the best scores of each part and their numbers."""
 _WIDE_BYTES = 4
@@ -39,7 +37,7 @@ def _step_bytes(
 ) -> float:
     decoder, itemsize = model.config, DTYPE_BYTES[model.dtype]
     of_layer = max(_layer_bytes(config, pool, model, cost, num_tokens, exchange) for cost in decoder.layer_costs)
-    selection = _NUMBER_BYTES * (decoder.cost(model.dtype).top_k or 0)
+    selection = KEY_NUMBER_BYTES * (decoder.cost(model.dtype).top_k or 0)
     of_step = num_tokens * (2 * decoder.attention.rope_dim * itemsize + selection)
     draws = _DRAW_BYTES * pool.max_requests * decoder.vocab_size
     buffers = exchange.buffers + staging_bytes(config, exchange.largest_message) if exchange else 0.0
