@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cluster.planner.model import ModelFacts
 from cluster.spec.config import DeployConfig, Device, Pool, PrefillConfig
 from cluster.spec.kv import DTYPE_BYTES
-from cluster.spec.memory import STAGING_PIECE_BYTES, STAGING_SLOTS
+from cluster.spec.memory import STAGING_SLOTS, staging_slot_bytes
 from cluster.spec.ranks import head_copies
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing
@@ -107,4 +107,4 @@ def staging_bytes(config: DeployConfig, message: float) -> float:
     """Return the bytes of a rank's own shared memory for messages up to the given size."""
     if config.resources.device is not Device.CPU or config.collectives_in_background:
         return 0.0
-    return STAGING_SLOTS * min(1 << max(int(message) - 1, 0).bit_length(), STAGING_PIECE_BYTES)
+    return STAGING_SLOTS * staging_slot_bytes(int(message))

@@ -107,15 +107,14 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
     facts = model if isinstance(model, ModelFacts) else None
     if facts and (problems := model_problems(config, facts)):
         raise ConfigError(problems)
-    in_background = config.collectives_in_background
     return Plan(
         name=config.name,
         model=config.model.name,
         replicas=[plan for role, pool in config.pools.items() for plan in _replicas(role, pool, model)],
         steps=_steps(config.prefill),
         kv=kv_plan(config, facts) if facts else None,
-        projections=projections_plan(config, facts, in_background=in_background) if facts else None,
-        traffic=traffic_plan(config, facts, in_background=in_background) if facts else None,
+        projections=projections_plan(config, facts) if facts else None,
+        traffic=traffic_plan(config, facts) if facts else None,
         ports=ports_of(config, model),
         checks=_checks(config, model),
         advice=_advice(config, facts),

@@ -45,11 +45,8 @@ class ProjectionsPlan:
     """Part of ``transfer_s`` by which such a step takes longer than ``chunk_s``."""
 
 
-def projections_plan(config: DeployConfig, model: ModelFacts, *, in_background: bool) -> ProjectionsPlan | None:
-    """Return the plan of the fullest stage; None if every worker holds all projections.
-
-    ``in_background`` says whether transfers make progress while workers compute.
-    """
+def projections_plan(config: DeployConfig, model: ModelFacts) -> ProjectionsPlan | None:
+    """Return the plan of the fullest stage; None if every worker holds all projections."""
     prefill, shards = config.prefill, config.prefill.linear_shards
     if shards is None:
         return None
@@ -57,7 +54,7 @@ def projections_plan(config: DeployConfig, model: ModelFacts, *, in_background: 
     layers = stage_layers(model.config.num_layers, parallel.pp, parallel.pp - 1)
     shape = model.config.of_rank(parallel.tp, layers).cost(model.dtype, shards)
     rates = GPU_RATES if config.resources.device is Device.CUDA else Rates()
-    rates = replace(rates, hidden_share=float(in_background))
+    rates = replace(rates, hidden_share=float(config.collectives_in_background))
 
     def chunk_s(work: ModelShape) -> float:
         choose = StrategyChooser(

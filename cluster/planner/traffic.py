@@ -50,10 +50,10 @@ class TrafficPlan:
         return sum(parts)
 
 
-def traffic_plan(config: DeployConfig, model: ModelFacts, *, in_background: bool) -> TrafficPlan:
+def traffic_plan(config: DeployConfig, model: ModelFacts) -> TrafficPlan:
     """Return the traffic of a step with ``prefill.chunk_tokens`` new tokens of one prompt, on every DP rank.
 
-    With strategy ``auto``, the tokens are divided by zigzag. ``in_background`` is False if ranks share memory.
+    With strategy ``auto``, the tokens are divided by zigzag.
     """
     parallel, decoder, strategy = config.prefill.parallel, model.config, _strategy(config.prefill.strategy)
     scheduled = [dummy_request(config.prefill.chunk_tokens)]
@@ -61,7 +61,7 @@ def traffic_plan(config: DeployConfig, model: ModelFacts, *, in_background: bool
     lens = join_shapes([shape_of_plan(shards, scheduled, None)] * parallel.dp, parallel.cp)[0].shard_lens
     shape = decoder.of_rank(parallel.tp, range(decoder.num_layers)).cost(model.dtype, config.prefill.linear_shards)
     hidden_bytes = decoder.hidden_size * DTYPE_BYTES[model.dtype]
-    sum_bytes = decoder.hidden_size * _SUM_BYTES if in_background else hidden_bytes
+    sum_bytes = decoder.hidden_size * _SUM_BYTES if config.collectives_in_background else hidden_bytes
 
     def num_bytes(rows: ReceivedRows, num_choices: int = 0) -> float:
         routed = rows.routed * (hidden_bytes + num_choices * CHOICE_BYTES)

@@ -18,6 +18,11 @@ STAGING_SLOTS = 2
 """Number of pieces of a rank in shared memory. One is written while peers still read the other."""
 
 
+def staging_slot_bytes(num_bytes: int, most: int = STAGING_PIECE_BYTES) -> int:
+    """Return the bytes that a rank reserves for a message, or for a piece of it: a power of two, at most ``most``."""
+    return min(1 << max(num_bytes - 1, 0).bit_length(), most)
+
+
 def pool_layout(geometry: KvGeometry, sizes: AxisSizes, coords: RankCoords, memory_gib: float) -> PoolLayout:
     """Return the layout of one rank's pool: its layers and heads, and as many pages as fit next to the null page.
 

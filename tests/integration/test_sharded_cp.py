@@ -114,7 +114,7 @@ def received_bytes(engine: LocalEngine) -> dict[str, float]:
 
 def traffic_of(case: Case, models: Models) -> TrafficPlan:
     config, folder = config_of(case), models.folder(case.family, **MODELS[case.family])
-    return traffic_plan(config, facts_of(config, folder), in_background=case.collectives is Collectives.TCP)
+    return traffic_plan(config, facts_of(config, folder))
 
 
 @pytest.mark.parametrize("case", COUNTED, ids=str)

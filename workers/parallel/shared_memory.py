@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster.spec.memory import STAGING_PIECE_BYTES, STAGING_SLOTS
+from cluster.spec.memory import STAGING_PIECE_BYTES, STAGING_SLOTS, staging_slot_bytes
 
 _LINE = 8
 """Number of 8-byte words per rank: one cache line, so that ranks do not slow each other down."""
@@ -290,7 +290,7 @@ class SharedMemoryCollectives:
         """Reserve memory, since running out of it during a copy would cause a bus error."""
         if num_bytes <= self._reserved[slot]:
             return
-        wanted = min(1 << (num_bytes - 1).bit_length(), self._piece_bytes)
+        wanted = staging_slot_bytes(num_bytes, self._piece_bytes)
         begin = self._data_offset + (self._rank * STAGING_SLOTS + slot) * self._piece_bytes
         try:
             os.posix_fallocate(self._descriptor, begin, wanted)

@@ -1,7 +1,6 @@
 """Arithmetic of the memory that CP ranks take to exchange keys, values and queries."""
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 
@@ -31,16 +30,24 @@ GATHER = CpExchange(
 PASS_KV, PASS_Q = (replace(GATHER, passing=passing, in_background=True) for passing in Passing)
 
 
-class Cost(NamedTuple):
-    """Activations of a layer, in units that are bytes here."""
-
-    activations: tuple[Activations, ...] = (Activations(num_bytes=9_000), Activations(num_bytes=8_000))
-    merging: tuple[Activations, ...] = (Activations(num_bytes=10_000),)
+COST = LayerCost(
+    queries=0,
+    kv=0,
+    whole=0,
+    dense=0,
+    experts=0,
+    routed=0,
+    experts_per_token=0,
+    activations=(Activations(num_bytes=9_000), Activations(num_bytes=8_000)),
+    merging=(Activations(num_bytes=10_000),),
+    index_flops=0,
+    dense_width=0,
+    routed_width=0,
+)
 
 
 def attention_bytes(exchange: CpExchange) -> float:
-    cost = LayerCost(0, 0, 0, 0, 0, 0, 0, *Cost(), 0, 0, 0)
-    return exchange.attention_bytes(cost, lambda activations: activations.num_bytes)
+    return exchange.attention_bytes(COST, lambda activations: activations.num_bytes)
 
 
 def test_buffers_hold_new_rows_or_two_blocks_or_all_queries() -> None:
