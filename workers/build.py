@@ -14,7 +14,7 @@ from transfer.sender import SenderThread
 from workers.cache.page_allocator import Lifetimes, PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.chunk_sizes import efficient_share, even_chunk
-from workers.context_parallel.cost_model import StrategyChooser, undivided
+from workers.context_parallel.strategy_chooser import StrategyChooser, undivided
 from workers.handoff.kv_sender import KvSender
 from workers.hicache.copier import Copier
 from workers.hicache.storage.page_store import PageStore

@@ -18,7 +18,7 @@ from cluster.spec.strategy import Collectives, CpMode, ShardLinear, StrategySett
 from workers.bench.process import WorkerProcess
 from workers.bench.results import StepTime, Way
 from workers.bench.shapes import config_json
-from workers.context_parallel.cost_model import StrategyChoice
+from workers.context_parallel.strategy_chooser import StrategyChoice
 from workers.models.interface import DecoderConfig
 from workers.models.registry import parse_model_config
 

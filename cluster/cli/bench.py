@@ -15,7 +15,7 @@ from cluster.spec.config import Device
 from cluster.spec.errors import UserError
 from cluster.spec.ranks import MOST_RANKS
 from cluster.spec.strategy import Collectives, CpMode, ShardLinear, StrategySetting
-from workers.bench.shapes import LATENT, LATENT_SHAPES, SHAPES
+from workers.bench.shapes import LATENT_SHAPES, SHAPES, VARIANTS
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ _MAX_LEN = 1 << 18
 
 PromptLens = Annotated[str, typer.Option("--prompt-len", help="Prompt lengths in tokens, separated by commas.")]
 Rounds = Annotated[int, typer.Option(help="Number of measurements. The command reports medians.", min=1)]
-CpModel = Annotated[str, typer.Option(help=f"Model shape, with random weights: {', '.join([*SHAPES, *LATENT])}.")]
+CpModel = Annotated[str, typer.Option(help=f"Model shape, with random weights: {', '.join([*SHAPES, *VARIANTS])}.")]
 Model = Annotated[str, typer.Option(help=f"Model shape, with random weights: {', '.join(SHAPES)}.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead of a table.")]
 
@@ -58,7 +58,7 @@ def cp(
     # Each command imports what it needs, so that the command line starts quickly.
     from cluster.bench.cp import CpBench, run_cp_bench
 
-    _check_models("--model", [model], [*SHAPES, *LATENT])
+    _check_models("--model", [model], [*SHAPES, *VARIANTS])
     bench = CpBench(
         prompt_lens=_parse_lens(prompt_len),
         prefix_len=prefix_len,

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.spec.config import DeployConfig
+from cluster.spec.config import DeployConfig, Device
 from cluster.spec.errors import ConfigError, Problem, UserError
 from cluster.spec.kv import KvGeometry
+from workers.context_parallel.cost_model import ModelShape
 from workers.models import recall_weights
 from workers.models.interface import DecoderConfig
 from workers.models.registry import parse_model_config, read_model_config
@@ -50,6 +51,20 @@ def read_model(config: DeployConfig) -> ModelFacts | UnknownModel:
 def facts_of(config: DeployConfig, folder: Path) -> ModelFacts:
     """Read a model folder. Raises UserError if the engine cannot run the model."""
     return _facts(config, read_model_config(folder))
+
+
+def prefill_shape(config: DeployConfig, model: ModelFacts, layers: range) -> ModelShape:
+    """Return a prefill worker's share of the work of some layers."""
+    prefill, resources = config.prefill, config.resources
+    experts = model.config.expert_exchange(
+        prefill.parallel,
+        model.dtype,
+        resources.moe_dispatch,
+        waits_for_counts=resources.device is Device.CUDA,
+        in_background=config.collectives_in_background,
+    )
+    share = model.config.of_rank(prefill.parallel.tp, layers)
+    return share.cost(model.dtype, prefill.linear_shards, experts)
 
 
 def _facts(config: DeployConfig, model: DecoderConfig) -> ModelFacts:

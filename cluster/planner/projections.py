@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass, replace
 
-from cluster.planner.model import ModelFacts
+from cluster.planner.model import ModelFacts, prefill_shape
 from cluster.planner.worker_memory import num_projections
 from cluster.spec.config import DeployConfig, Device
 from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.ranks import stage_layers
 from cluster.spec.strategy import ShardLinear
-from workers.context_parallel.cost_model import ModelShape, Rates, StrategyChooser
+from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.context_parallel.shard_plan import dummy_request
+from workers.context_parallel.strategy_chooser import StrategyChooser
 
 GPU_RATES = Rates(
     step_s=2e-3,
@@ -52,7 +53,7 @@ def projections_plan(config: DeployConfig, model: ModelFacts) -> ProjectionsPlan
         return None
     parallel = prefill.parallel
     layers = stage_layers(model.config.num_layers, parallel.pp, parallel.pp - 1)
-    shape = model.config.of_rank(parallel.tp, layers).cost(model.dtype, shards)
+    shape = prefill_shape(config, model, layers)
     rates = GPU_RATES if config.resources.device is Device.CUDA else Rates()
     rates = replace(rates, hidden_share=float(config.collectives_in_background))
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from cluster.planner.exchange_memory import KEY_NUMBER_BYTES, CpExchange, cp_exchanges, staging_bytes
+from cluster.planner.exchange_memory import KEY_NUMBER_BYTES, CpExchange, FormBytes, cp_exchanges, staging_bytes
 from cluster.planner.model import ModelFacts
 from cluster.spec.config import AnyParallel, DecodeConfig, DeployConfig, Device, Pool
 from cluster.spec.decode_graphs import batch_sizes, captures_decode
@@ -11,7 +11,8 @@ from cluster.spec.memory import GIB
 from cluster.spec.ranks import moe_tp_size
 from workers.attention.limits import MOST_CAPTURED_SCORES
 from workers.context_parallel.shard_plan import dummy_request, make_step_shape
-from workers.layers.config import Activations
+from workers.expert_parallel.dispatch_cost import CHOICE_BYTES
+from workers.layers.config import FEW_CHOICES, Activations, AttentionForm
 from workers.models.interface import DecoderConfig, LayerCost
 
 _PAGE_ID_BYTES = 8
@@ -41,9 +42,17 @@ def _step_bytes(
     of_step = num_tokens * (2 * decoder.attention.rope_dim * itemsize + selection)
     draws = _DRAW_BYTES * pool.max_requests * decoder.vocab_size
     buffers = exchange.buffers + staging_bytes(config, exchange.largest_message) if exchange else 0.0
-    if pool.parallel.tp > 1:
-        buffers += staging_bytes(config, num_tokens * decoder.hidden_size * itemsize)
+    buffers += sum(staging_bytes(config, num_tokens * row) for row in _exchanged_rows(pool.parallel, decoder, itemsize))
     return max(of_layer + of_step, draws) + buffers
+
+
+def _exchanged_rows(parallel: AnyParallel, decoder: DecoderConfig, itemsize: int) -> list[int]:
+    """Return the largest bytes per token that travel in each group in which ranks exchange hidden states."""
+    row = decoder.hidden_size * itemsize
+    rows = [row] * ((parallel.tp > 1) + (parallel.dp > 1))
+    if decoder.experts_per_token and _num_shards(parallel, decoder) > 1:
+        rows += [row + decoder.experts_per_token * CHOICE_BYTES] * 2  # one group to gather tokens, one to send them
+    return rows
 
 
 def _layer_bytes(
@@ -56,14 +65,29 @@ def _layer_bytes(
 ) -> float:
     """Return the bytes of hidden states, their norm, and the widest of a layer's other activations."""
     hidden, tp, itemsize = model.config.hidden_size, pool.parallel.tp, DTYPE_BYTES[model.dtype]
-    bytes_of = partial(_attention_bytes, num_tokens=num_tokens, tp=tp, itemsize=itemsize)
-    attention = exchange.attention_bytes(cost, bytes_of) if exchange else max(map(bytes_of, cost.activations))
+    forms = [_form_bytes(form, num_tokens, tp, itemsize) for form in cost.forms]
+    attention = max(exchange.attention_bytes(form) if exchange else form.plain for form in forms)
     # A rank that gathers other shards' tokens computes less of the width, but holds all tokens and their sums.
-    gathered = 2 * hidden * (_num_shards(pool.parallel, model.config) - 1)
+    gathered = 2 * hidden * (pool.parallel.dp - 1)
     dense = gathered + cost.dense_width / tp + (hidden if cost.experts_per_token else 0)
-    sums = 2 * hidden
-    widest = max(dense, gathered + _routed_width(config, pool, model, cost), sums)
-    return max(attention, num_tokens * widest * itemsize) + num_tokens * 2 * hidden * itemsize
+    widest = num_tokens * itemsize * max(dense, 2 * hidden)
+    return (
+        max(attention, widest, _expert_bytes(config, pool, model, cost, num_tokens))
+        + num_tokens * 2 * hidden * itemsize
+    )
+
+
+def _form_bytes(form: AttentionForm, num_tokens: int, tp: int, itemsize: int) -> FormBytes:
+    bytes_of = partial(_attention_bytes, num_tokens=num_tokens, tp=tp, itemsize=itemsize)
+    return FormBytes(
+        plain=max(map(bytes_of, form.activations)),
+        merging=bytes_of(form.merging),
+        tile=form.tile_size / tp * itemsize,
+        query=form.query_width / tp * itemsize,
+        partial=form.out_width / tp * _WIDE_BYTES,
+        result=form.out_width / tp * itemsize,
+        selects_keys=form.selects_keys,
+    )
 
 
 def _attention_bytes(activations: Activations, num_tokens: int, tp: int, itemsize: int) -> float:
@@ -73,13 +97,28 @@ def _attention_bytes(activations: Activations, num_tokens: int, tp: int, itemsiz
     return num_tokens * of_token + activations.size / tp * itemsize + activations.num_bytes
 
 
-def _routed_width(config: DeployConfig, pool: Pool, model: ModelFacts, cost: LayerCost) -> float:
-    """Return the elements per token of experts. A CPU computes one expert after another, at worst for all tokens."""
-    if not cost.experts_per_token:
+def _expert_bytes(config: DeployConfig, pool: Pool, model: ModelFacts, cost: LayerCost, num_tokens: int) -> float:
+    """Return the bytes of experts' activations, with those tokens of other ranks that a rank receives.
+
+    A CPU computes one expert after another, at worst for all tokens, and adds up in fp32. A GPU computes all at once.
+    """
+    per_token = cost.experts_per_token
+    if not per_token:
         return 0.0
-    width = cost.routed_width / pool.parallel.tp + _answers_width(model.config) / pool.parallel.ep
-    one_expert = cost.routed_width / cost.experts_per_token / pool.parallel.tp + 2 * model.config.hidden_size
-    return min(width, one_expert) if config.resources.device is Device.CPU else width
+    hidden, itemsize, shards = (
+        model.config.hidden_size,
+        DTYPE_BYTES[model.dtype],
+        _num_shards(pool.parallel, model.config),
+    )
+    inner = cost.routed_width / (3 * per_token * moe_tp_size(pool.parallel))
+    tokens = num_tokens * shards
+    received = tokens * hidden * itemsize * (shards > 1)
+    if config.resources.device is Device.CPU:
+        answers = hidden * (itemsize + _WIDE_BYTES * (itemsize < _WIDE_BYTES))
+        widest = max(itemsize * (hidden + 2 * inner), itemsize * 3 * inner, answers)
+        return received + tokens * (hidden * _WIDE_BYTES + widest)
+    rows = max(tokens * per_token / pool.parallel.ep, min(tokens * per_token, FEW_CHOICES))
+    return received + itemsize * max(rows * 3 * inner, rows * (inner + hidden), (rows + tokens) * hidden)
 
 
 def _most_tokens(pool: Pool) -> int:
@@ -100,7 +139,8 @@ def graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     tables = sum(sizes) * pages_for(most_keys, config.kv.page_size) * _PAGE_ID_BYTES
     num_scores = min(pool.max_requests * most_keys, max(MOST_CAPTURED_SCORES, most_keys))
     parallel, hidden, shards = pool.parallel, model.config.hidden_size, _num_shards(pool.parallel, model.config)
-    attention = max(each.width for cost in model.config.layer_costs for each in cost.activations)
+    forms = (form for cost in model.config.layer_costs for form in cost.forms)
+    attention = max(each.width for form in forms for each in form.activations)
     own = 4 * hidden + attention / parallel.tp + 2 * hidden * (shards - 1)
     # Each token of each shard takes a row for each chosen expert, even if another rank holds that expert.
     inner = max(

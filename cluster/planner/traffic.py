@@ -1,28 +1,15 @@
 """Bytes that the workers of a prefill replica receive from each other in one layer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cluster.planner.model import ModelFacts
-from cluster.spec.config import DeployConfig, Device
+from cluster.planner.model import ModelFacts, prefill_shape
+from cluster.spec.config import DeployConfig
 from cluster.spec.kv import DTYPE_BYTES
-from cluster.spec.ranks import moe_tp_size
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import MoeDispatch, Strategy, StrategySetting
 from workers.context_parallel.cost_model import ModelShape, received_bytes
 from workers.context_parallel.shard_plan import ShardPlan, dummy_request, join_shapes, plan_shards, shape_of_plan
-from workers.expert_parallel.dispatch_cost import (
-    CHOICE_BYTES,
-    BlockShape,
-    ReceivedRows,
-    choose_dispatch,
-    gathered_rows,
-    sent_rows,
-)
-from workers.layers.config import MoeConfig
-
-_SUM_BYTES = 4
-"""Bytes per element of an all-reduce, unless ranks share memory."""
+from workers.expert_parallel.dispatch_cost import gathered_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,26 +46,20 @@ def traffic_plan(config: DeployConfig, model: ModelFacts) -> TrafficPlan:
     scheduled = [dummy_request(config.prefill.chunk_tokens)]
     shards = plan_shards(scheduled, strategy, parallel.cp)
     lens = join_shapes([shape_of_plan(shards, scheduled, None)] * parallel.dp, parallel.cp)[0].shard_lens
-    shape = decoder.of_rank(parallel.tp, range(decoder.num_layers)).cost(model.dtype, config.prefill.linear_shards)
-    hidden_bytes = decoder.hidden_size * DTYPE_BYTES[model.dtype]
-    sum_bytes = decoder.hidden_size * _SUM_BYTES if config.collectives_in_background else hidden_bytes
-
-    def num_bytes(rows: ReceivedRows, num_choices: int = 0) -> float:
-        routed = rows.routed * (hidden_bytes + num_choices * CHOICE_BYTES)
-        return routed + rows.returned * hidden_bytes + rows.reduced * sum_bytes
-
-    longest, costs = max(lens), decoder.layer_costs
-    dispatch, experts = _expert_rows(config, decoder.moe, lens)
-    mlp_bytes = num_bytes(gathered_rows(parallel.dp, parallel.tp, [longest] * parallel.dp))
-    expert_bytes = num_bytes(experts, decoder.experts_per_token)
+    shape = prefill_shape(config, model, range(decoder.num_layers))
+    sums = decoder.sum_bytes(model.dtype, in_background=config.collectives_in_background)
+    row_bytes = decoder.hidden_size * DTYPE_BYTES[model.dtype]
+    tp_rows, mlp_rows = (gathered_rows(each, parallel.tp, [max(lens)] * each) for each in (1, parallel.dp))
+    mlp_bytes = (mlp_rows.routed + mlp_rows.returned) * row_bytes + mlp_rows.tp_reduced * sums
+    experts = shape.experts.traffic(lens) if shape.experts else None
     return TrafficPlan(
         num_tokens=config.prefill.chunk_tokens,
         strategy=strategy,
         context_bytes=round(_context_bytes(config, shards, shape)),
-        attention_bytes=round(num_bytes(gathered_rows(1, parallel.tp, [longest]))),
-        mlp_bytes=round(mlp_bytes * sum(cost.dense > 0 for cost in costs) / len(costs)),
-        expert_bytes=round(expert_bytes * sum(cost.experts > 0 for cost in costs) / len(costs)),
-        dispatch=dispatch,
+        attention_bytes=round(tp_rows.tp_reduced * sums),
+        mlp_bytes=round(mlp_bytes * sum(cost.dense > 0 for cost in decoder.layer_costs) / decoder.num_layers),
+        expert_bytes=round(experts.num_bytes * shape.expert_share) if experts else 0,
+        dispatch=experts.dispatch if experts else None,
         projection_bytes=shape.weight_bytes,
     )
 
@@ -93,29 +74,3 @@ def _context_bytes(config: DeployConfig, shards: ShardPlan, shape: ModelShape) -
     prefill, shape = config.prefill, replace(shape, weight_bytes=0)
     passings = prefill.passing.candidates if prefill.ownership is KvOwnership.SHARDED else (None,)
     return min(sum(received_bytes(shards, shape, passing)) for passing in passings)
-
-
-def _expert_rows(
-    config: DeployConfig, moe: MoeConfig | None, lens: Sequence[int]
-) -> tuple[MoeDispatch | None, ReceivedRows]:
-    """Return the dispatch of tokens to experts, and the rows received. ``lens`` are those of a step's shape."""
-    if moe is None:
-        return None, ReceivedRows(0.0, 0.0, 0.0)
-    parallel, dispatch = config.prefill.parallel, config.resources.moe_dispatch
-    num_shards, moe_tp = parallel.dp * parallel.cp // parallel.moe_dp, moe_tp_size(parallel)
-    block = BlockShape(
-        shards=num_shards,
-        tp=parallel.tp,
-        ep=parallel.ep,
-        moe_tp=moe_tp,
-        top_k=moe.top_k,
-        reach=moe.router.reach,
-    )
-    own = lens[:num_shards] if len(lens) > 1 else None
-    num_tokens = lens[0] if own is None else sum(own)
-    if dispatch is MoeDispatch.AUTO:
-        waits = config.resources.device is Device.CUDA
-        dispatch = choose_dispatch(block, own, num_tokens, waits_for_counts=waits)
-    is_gather = dispatch is MoeDispatch.GATHER
-    rows = gathered_rows(num_shards, parallel.tp, own) if is_gather else sent_rows(block, own)
-    return dispatch, rows if own is not None else ReceivedRows(*(num_tokens * count for count in rows))

@@ -15,8 +15,8 @@ from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import Lifetimes, PageAllocator
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import StrategyChoice, undivided
 from workers.context_parallel.shard_plan import make_step_shape
+from workers.context_parallel.strategy_chooser import StrategyChoice, undivided
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings

@@ -9,8 +9,9 @@ from unittest.mock import patch
 from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import CpMode, Passing, Strategy
 from tests.fakes.load_reporting_worker import LoadReportingWorker
-from workers.context_parallel.cost_model import Rates, StrategyChoice, StrategyChooser
+from workers.context_parallel.cost_model import Rates
 from workers.context_parallel.shard_plan import make_step_shape
+from workers.context_parallel.strategy_chooser import StrategyChoice, StrategyChooser
 
 CHEAP_EXCHANGE = Rates(
     step_s=0.0,

@@ -10,7 +10,7 @@ from cluster.spec.wire import TokenIds
 from tests.fakes.paged_ranks import PAGE_SIZE, record
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import undivided
+from workers.context_parallel.strategy_chooser import undivided
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
 from workers.scheduler.prefill import PrefillLeader

@@ -23,6 +23,7 @@ from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
 from workers.kernels import elementwise
 from workers.memory.page_pool import PagePool
+from workers.models.registry import read_model_config
 from workers.native.library import Library
 from workers.parallel.groups import join_store, open_store
 
@@ -46,9 +47,10 @@ def main(*, folder: str, settings: dict[str, Any], rank: int, store: str, **step
         opened, port = open_store(spec.host, _START_S)
         print(f"{spec.host}:{port}", flush=True)
     before = _status("VmRSS")
-    model = load_model(Path(folder))
+    meeting = join_store(store, _START_S) if rank else opened
+    groups = join_groups(spec, meeting, read_model_config(Path(folder)), CPU)
+    model = load_model(Path(folder), groups=groups.model)
     elementwise.register(CPU, model.dtype, library)
-    groups = join_groups(spec, opened if not rank else join_store(store, _START_S), model.config, CPU)
     runner = ModelRunner(model, _pool(spec, Path(folder)), attention, groups, spec.ownership)
     runner.warm_up()
     runner.run_dummy(1024, 1024)  # libraries allocate buffers for large products

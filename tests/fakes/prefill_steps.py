@@ -7,7 +7,7 @@ from tests.fakes.sequences import sequence_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.chunk_sizes import ChunkLen
-from workers.context_parallel.cost_model import undivided
+from workers.context_parallel.strategy_chooser import undivided
 from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
 PAGE_SIZE = 4

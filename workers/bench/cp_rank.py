@@ -16,10 +16,10 @@ from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import NewRequest, StepPlan
 from cluster.spec.strategy import Collectives, CpMode, ShardLinear, StrategySetting
 from workers.bench.results import StepTime, Way
-from workers.context_parallel.cost_model import StrategyChoice, StrategyChooser
 from workers.context_parallel.shard_plan import dummy_request
+from workers.context_parallel.strategy_chooser import StrategyChoice, StrategyChooser
 from workers.device import CPU, use_cpu
-from workers.engine.calibration import calibrate
+from workers.engine.calibration import calibrate, shape_of
 from workers.engine.native_kernels import choose_kernels
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
@@ -65,21 +65,14 @@ class CpBenchRank:
         if self._store is None:
             self._store = join_store(store, _TIMEOUT_S)
         model = self._model
-        if cp > 1 and self._shard_linear is not ShardLinear.NONE:
-            model = self._make_model(
-                ModelGroups(
-                    parallel=ParallelConfig(cp=cp),
-                    global_rank=rank,
-                    projections=self._join_group(f"projections{cp}", rank, cp),
-                    linear_shards=LinearShards(self._shard_linear, cp),
-                )
-            )
+        if (divided := self._model_groups(rank, cp)) is not None:
+            model = self._make_model(divided)
         groups = RankGroups(cp=self._join_group(f"cp{cp}", rank, cp), model=model.groups)
         is_sharded = self._mode is CpMode.RING and cp > 1
         ownership = KvOwnership.SHARDED if is_sharded else KvOwnership.REPLICATED
         runner = ModelRunner(model, self._pool, self._backend, groups, ownership)
         runner.warm_up()
-        shape = self._config.cost(self._config.dtype, model.groups.linear_shards)
+        shape = shape_of(model, self._config.dtype)
         rates = calibrate(model, self._pool, self._backend, groups.cp, shape)
         chooser = StrategyChooser(setting=StrategySetting.AUTO, cp=cp, shape=shape, rates=rates, mode=self._mode)
         self._groups[cp] = groups, runner, chooser
@@ -103,6 +96,21 @@ class CpBenchRank:
     def close(self) -> None:
         for groups, _, _ in self._groups.values():
             groups.leave()
+
+    def _model_groups(self, rank: int, cp: int) -> ModelGroups | None:
+        """Join the groups over which weights are divided. None if every rank holds all weights."""
+        has_experts, has_shards = bool(self._config.experts_per_token), self._shard_linear is not ShardLinear.NONE
+        if cp == 1 or not (has_experts or has_shards):
+            return None
+        groups = ModelGroups(parallel=ParallelConfig(cp=cp, ep=cp if has_experts else 1), global_rank=rank)
+        if has_experts:
+            experts = self._join_group(f"experts{cp}", rank, cp)
+            groups = dataclasses.replace(groups, moe_shards=experts, moe_block=experts)
+        if has_shards:
+            projections = self._join_group(f"projections{cp}", rank, cp)
+            shards = LinearShards(self._shard_linear, cp)
+            groups = dataclasses.replace(groups, projections=projections, linear_shards=shards)
+        return groups
 
     def _make_model(self, groups: ModelGroups) -> DecoderModel:
         model = random_model(self._config, torch_dtype(self._config.dtype), CPU, groups)

@@ -72,20 +72,33 @@ SHAPES: Mapping[str, BenchShape] = {
 }
 """Shapes by name, of models with grouped-query attention. The last two are meant for CPUs."""
 
-_LATENT: Mapping[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
+_SMALL: Mapping[str, Any] = {
     "num_hidden_layers": 8,
-    "first_k_dense_replace": 8,
     "hidden_size": 512,
     "intermediate_size": 1536,
     "num_attention_heads": 8,
+    "vocab_size": 4096,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: Mapping[str, Any] = {
+    **_SMALL,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+_LATENT: Mapping[str, Any] = {
+    **_SMALL,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 8,
     "q_lora_rank": 384,
     "kv_lora_rank": 192,
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 32,
     "v_head_dim": 64,
-    "vocab_size": 4096,
-    "tie_word_embeddings": False,
 }
 _INDEXED: Mapping[str, Any] = {
     **_LATENT,
@@ -94,8 +107,14 @@ _INDEXED: Mapping[str, Any] = {
     "index_head_dim": 64,
     "index_topk": 512,
 }
-LATENT: Mapping[str, Mapping[str, Any]] = {"small-latent": _LATENT, "small-sparse": _INDEXED}
-"""Fields of config.json of models with latent attention, dense or to selected keys, as wide as ``small``."""
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "small-moe": _EXPERTS,
+    "small-latent": _LATENT,
+    "small-sparse": _INDEXED,
+}
+"""Fields of config.json of models as wide as ``small``, with experts, or with latent attention, dense or to selected
+keys.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +148,7 @@ LATENT_SHAPES: Mapping[str, LatentShape] = {
 
 
 def config_json(name: str, max_len: int) -> dict[str, Any]:
-    """Return the config.json of a model of ``SHAPES`` or ``LATENT``."""
-    if name in LATENT:
-        return {**LATENT[name], "max_position_embeddings": max_len}
+    """Return the config.json of a model of ``SHAPES`` or ``VARIANTS``."""
+    if name in VARIANTS:
+        return {**VARIANTS[name], "max_position_embeddings": max_len}
     return SHAPES[name].config_json(max_len)

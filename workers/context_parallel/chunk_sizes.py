@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
 
-from workers.context_parallel.cost_model import ALL_REDUCES, ModelShape, Rates
+from workers.context_parallel.cost_model import ALL_REDUCES, ModelShape, Rates, dispatch_s
 
 _FIXED_COSTS = 20
 """Minimum duration of an efficient step, as a multiple of the step's fixed cost."""
+
+_SAMPLE_TOKENS = 1 << 16
+"""Number of tokens per rank of a step that shows what an exchange of tokens takes per token."""
 
 ChunkLen = Callable[[int], int]
 """Function that returns, for a prefix length, how many tokens after such a prefix fill a step: at least 1."""
@@ -40,11 +43,12 @@ class _Costs:
             pair_flops = shape.stored_pair_flops + shape.index_flops
             saved = [(shape.top_k, shape.stored_pair_flops / pair_flops)]
         weights_s = shape.num_layers * shape.weight_bytes / rates.exchange_bytes_per_s
+        dispatch_fixed_s, dispatch_token_s = _dispatch_s(shape, rates, cp)
         return cls(
-            token_s=shape.num_layers * (local_s / cp + rates.row_s),
+            token_s=shape.num_layers * (local_s / cp + rates.row_s + dispatch_token_s),
             pair_s=shape.num_layers * pair_flops / rates.attention_flops_per_s / cp,
             fixed_s=rates.step_s
-            + shape.num_layers * (rates.run_s + rates.exchange_s + ALL_REDUCES * rates.all_reduce_s)
+            + shape.num_layers * (rates.run_s + rates.exchange_s + ALL_REDUCES * rates.all_reduce_s + dispatch_fixed_s)
             + weights_s * (1 - rates.hidden_share),
             hidden_s=weights_s * rates.hidden_share,
             windows=tuple(saved),
@@ -66,6 +70,14 @@ class _Costs:
             token_s += growing * pair_s - max(0, prefix_len - window) * share * self.pair_s
             pair_s = max(0.0, pair_s - share * self.pair_s)
         return num_tokens + 2 * left_s / (token_s + sqrt(token_s * token_s + 2 * pair_s * left_s))
+
+
+def _dispatch_s(shape: ModelShape, rates: Rates, cp: int) -> tuple[float, float]:
+    """Return the fixed time and the time per token to exchange tokens between ranks with experts, by average layer."""
+    if shape.experts is None:
+        return 0.0, 0.0
+    fixed_s, moved_s = dispatch_s(shape.experts.traffic([_SAMPLE_TOKENS] * cp * shape.experts.dp), rates)
+    return shape.expert_share * fixed_s, shape.expert_share * moved_s / (_SAMPLE_TOKENS * cp)
 
 
 def slowest(measured: Iterable[tuple[ModelShape, Rates]], cp: int, num_tokens: int) -> tuple[ModelShape, Rates]:

@@ -6,16 +6,16 @@ layer, so the slowest one sets the pace. In the last layer, nearly all tokens ne
 exchange. No torch, no I/O.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from operator import add
 from typing import NamedTuple
 
-from cluster.spec.step_messages import ScheduledRequest, StepShape
-from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
+from cluster.spec.strategy import Passing
 from workers.attention.runs import RankRuns, Run
-from workers.context_parallel.shard_plan import ShardPlan, make_step_shape, plan_shards, shape_of_plan
+from workers.context_parallel.shard_plan import ShardPlan
+from workers.expert_parallel.dispatch_cost import ExpertExchange, ExpertTraffic
 
 CANDIDATE_BYTES = 12
 """Bytes of a key that one rank proposes to the others when they select keys: its score and its position."""
@@ -23,8 +23,6 @@ ALL_REDUCES = 2
 """All-reduces per layer: after attention and after the MLP."""
 TILE = 256
 """Number of queries and of keys per kernel tile."""
-MIN_GAIN = 0.02
-"""Minimum relative gain for dividing a step. Below it, every rank computes everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +56,18 @@ class ModelShape:
     """Bytes of an indexer's queries per token in one layer, as they are passed."""
     weight_bytes: int = 0
     """Bytes of weights that a rank receives for one layer, whatever the step. 0 if every rank stores all weights."""
+
+    expert_flops: int = 0
+    """Part of ``linear_flops`` that routed experts take."""
+    expert_share: float = 0.0
+    """Share of layers that have experts."""
+    experts: ExpertExchange | None = None
+    """Exchange of tokens between ranks with experts. None if every rank computes its own tokens' experts."""
+
+    @property
+    def own_flops(self) -> int:
+        """Return the part of ``linear_flops`` that a rank computes for its own tokens."""
+        return self.linear_flops - self.expert_flops * (self.experts is not None)
 
     def selects(self, plan: ShardPlan) -> bool:
         """Return whether a query of the step sees more keys than it may use."""
@@ -100,6 +110,7 @@ def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: P
     compute_s = max(_rank_s(work, shape, rates) for work in works)
     hideable_s = compute_s / len(exchanged) if exchanged else 0.0
     layer_s = compute_s + sum(_exposed_s(num_bytes, hideable_s, rates) for num_bytes in exchanged)
+    layer_s += _experts_s(plan, shape, rates)
     last_s = layer_s
     if passing is not Passing.PASS_Q:
         last_s = max(_kv_s(work, shape, rates) for work in works)
@@ -151,13 +162,33 @@ class _Work(NamedTuple):
 def _rank_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
     merged = work.tokens * (work.partials - 1)
     return (
-        work.tokens * shape.linear_flops / rates.linear_flops_per_s
+        work.tokens * shape.own_flops / rates.linear_flops_per_s
         + _attention_s(work, shape, rates)
         + work.calls * rates.run_s
         + work.rows * rates.row_s
         + merged * rates.merge_row_s
         + ALL_REDUCES * (rates.all_reduce_s + work.tokens * rates.all_reduce_row_s)
     )
+
+
+def _experts_s(plan: ShardPlan, shape: ModelShape, rates: Rates) -> float:
+    """Return the time of an average layer's experts, and of the exchange of tokens, which nothing hides.
+
+    All DP ranks are expected to compute the same step.
+    """
+    experts = shape.experts
+    if experts is None:
+        return 0.0
+    lens = plan.lens[:1] if plan.is_replicated and experts.dp == 1 else plan.lens * experts.dp
+    compute_s = experts.tokens_per_shard(lens) * shape.expert_flops / rates.linear_flops_per_s
+    fixed_s, moved_s = dispatch_s(experts.traffic(lens), rates)
+    return compute_s + shape.expert_share * (fixed_s + moved_s)
+
+
+def dispatch_s(traffic: ExpertTraffic, rates: Rates) -> tuple[float, float]:
+    """Return the fixed time of an exchange of tokens, and the time that its bytes take, without those of TP ranks."""
+    num_bytes = traffic.num_bytes - traffic.tp_bytes
+    return traffic.num_collectives * rates.exchange_s, num_bytes / rates.exchange_bytes_per_s
 
 
 def _attention_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
@@ -252,57 +283,3 @@ def _exposed_s(num_bytes: float, hideable_s: float, rates: Rates) -> float:
     """Return the part of a collective's time that does not overlap with ``hideable_s`` seconds of computation."""
     exchange_s = rates.exchange_s + num_bytes / rates.exchange_bytes_per_s
     return exchange_s - min(exchange_s * rates.hidden_share, hideable_s)
-
-
-@dataclass(frozen=True, slots=True)
-class StrategyChoice:
-    """Shape of a step, and the estimate that led to the choice of strategy."""
-
-    shape: StepShape
-    estimate_s: float | None
-    """Expected time of the step. None if nothing was estimated."""
-
-
-Choose = Callable[[Sequence[ScheduledRequest]], StrategyChoice]
-"""Function from a step's scheduled requests to the step's shape."""
-
-
-def undivided(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
-    """Return the shape of a step in which every rank computes every token. Implements ``Choose``."""
-    return StrategyChoice(make_step_shape(scheduled), None)
-
-
-@dataclass(slots=True, kw_only=True)
-class StrategyChooser:
-    """Chooser of the fastest strategy for one replica's steps. Implements ``Choose``."""
-
-    setting: StrategySetting
-    cp: int
-    shape: ModelShape
-    rates: Rates
-    mode: CpMode = CpMode.GATHER
-    passing: PassingSetting = PassingSetting.AUTO
-    _strategies: Sequence[Strategy] = field(init=False)
-    _passings: Sequence[Passing | None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._strategies = self.setting.candidates if self.cp > 1 else (Strategy.NONE,)
-        self._passings = self.passing.candidates if self.mode is CpMode.RING and self.cp > 1 else (None,)
-
-    def __call__(self, scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
-        plans = {strategy: plan_shards(scheduled, strategy, self.cp) for strategy in self._strategies}
-        choices = [self._choose(scheduled, plans, passing) for passing in self._passings]
-        return min(choices, key=lambda choice: choice.estimate_s or 0.0)
-
-    def _choose(
-        self, scheduled: Sequence[ScheduledRequest], plans: Mapping[Strategy, ShardPlan], passing: Passing | None
-    ) -> StrategyChoice:
-        """Return the strategy with the lowest estimate. A gain under MIN_GAIN does not justify an exchange."""
-        estimates_s = {
-            strategy: estimate_step_s(plan, self.shape, self.rates, passing) for strategy, plan in plans.items()
-        }
-        best = min(estimates_s, key=lambda strategy: estimates_s[strategy])
-        undivided_s = estimates_s.get(Strategy.NONE)
-        if undivided_s is not None and estimates_s[best] > undivided_s * (1 - MIN_GAIN):
-            best = Strategy.NONE
-        return StrategyChoice(shape_of_plan(plans[best], scheduled, passing), estimates_s[best])

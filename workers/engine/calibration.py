@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cluster.spec.ranks import moe_tp_size
 from cluster.spec.worker_spec import WorkerSpec
@@ -20,6 +20,7 @@ from workers.engine.rank_groups import RankGroups
 from workers.layers.attention import AttentionContext, Expand
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel, Residual
+from workers.models.interface import LayerCost
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, exchange_at_start
 
@@ -27,6 +28,8 @@ _REPEATS = 5
 _SHORT_RUNS = 8
 _PAUSES = 3
 """Duration of the work that overlaps with a collective, as a multiple of the collective's time."""
+_CHOICES_PER_EXPERT = 4
+"""Minimum number of tokens per expert in a measurement, so that nearly every expert has some."""
 _FALLBACK = Rates()
 
 
@@ -77,7 +80,8 @@ class _NoAttention(AttentionContext):
 
 def _measure_linear(model: DecoderModel) -> tuple[float, float]:
     """Measure one layer's time with few tokens, and its FLOP/s with more tokens."""
-    layer, flops = next(iter(model.layers.values())), alone_flops(model)
+    layer, cost = sampled_layer(model)
+    flops = alone_flops(model, cost)
     context = _NoAttention(model.attention.value_dim)
 
     def layer_s(num_tokens: int) -> float:
@@ -86,20 +90,25 @@ def _measure_linear(model: DecoderModel) -> tuple[float, float]:
         return model.device.least_s(lambda: layer(Residual(hidden, hidden), rotation, context, None))
 
     few_tokens, most_tokens = model.device.samples.tokens
-    num_tokens, few_s = few_tokens, layer_s(few_tokens)
-    many_s = few_s
-    while num_tokens < most_tokens and many_s < SAMPLE_S:
+    if (moe := model.config.moe) is not None:
+        few_tokens = max(few_tokens, _CHOICES_PER_EXPERT * moe.num_experts // moe.top_k)
+    few_s, many_s, num_tokens = layer_s(few_tokens), 0.0, few_tokens
+    while num_tokens == few_tokens or (num_tokens < most_tokens and many_s < SAMPLE_S):
         num_tokens *= 4
         many_s = layer_s(num_tokens)
-    if num_tokens == few_tokens:
-        return 0.0, _rate(num_tokens * flops, few_s, _FALLBACK.linear_flops_per_s)
     flops_per_s = _rate((num_tokens - few_tokens) * flops, many_s - few_s, _FALLBACK.linear_flops_per_s)
     return max(0.0, few_s - few_tokens * flops / flops_per_s), flops_per_s
 
 
-def alone_flops(model: DecoderModel) -> float:
-    """Return FLOPs per token in the rank's first layer, including only the rank's shard of the MLP and the experts."""
-    parallel, layer = model.groups.parallel, model.config.layer_costs[0]
+def sampled_layer(model: DecoderModel) -> tuple[nn.Module, LayerCost]:
+    """Return the rank's first layer with experts, or its first layer if none has any."""
+    layers = list(zip(model.layers.values(), model.config.layer_costs, strict=True))
+    return next((layer for layer in layers if layer[1].experts), layers[0])
+
+
+def alone_flops(model: DecoderModel, layer: LayerCost) -> float:
+    """Return FLOPs per token in a layer, including only the rank's shard of the MLP and the experts."""
+    parallel = model.groups.parallel
     routed = layer.routed * parallel.tp / (parallel.ep * moe_tp_size(parallel))
     return 2 * (layer.queries + layer.kv + layer.whole + layer.dense / parallel.dp + routed)
 
@@ -214,9 +223,22 @@ def measured_rates(
     dtype: str,
 ) -> tuple[ModelShape, Rates]:
     """Return the rates of the slowest rank over all stages and DP ranks. Every rank calls this."""
-    shape = model.config.cost(dtype, model.groups.linear_shards)
+    shape = shape_of(model, dtype)
     rates = calibrate(model, pool, backend, groups.cp, shape)
     word = msgspec.json.encode((shape, rates)).decode()
     words = exchange_at_start(store, "rates", spec.global_rank, spec.world_size, word)
     measured = [msgspec.json.decode(word, type=tuple[ModelShape, Rates]) for word in words]
     return slowest(measured, spec.sizes.cp, spec.pool.chunk_tokens)
+
+
+def shape_of(model: DecoderModel, dtype: str) -> ModelShape:
+    """Return a rank's share of the model's work, as its groups divide it."""
+    groups = model.groups
+    experts = model.config.expert_exchange(
+        groups.parallel,
+        dtype,
+        groups.moe_dispatch,
+        waits_for_counts=model.device.has_kernels,
+        in_background=groups.moe_block.in_background,
+    )
+    return model.config.cost(dtype, groups.linear_shards, experts)

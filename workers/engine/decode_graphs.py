@@ -20,7 +20,7 @@ from workers.engine.captures import Capture, CaptureError
 from workers.expert_parallel.dispatch_cost import FEW_TOKENS
 from workers.kernels.elementwise import KvSlots
 from workers.layers.attention import AttentionContext, Expand
-from workers.layers.feed_forward import FEW_CHOICES
+from workers.layers.config import FEW_CHOICES
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Lens

@@ -96,6 +96,10 @@ class OverlappedContext(GatherContext):
         self._parts = parts
         super().put(layer, *parts)
 
+    def store(self, layer: int) -> PendingGather | None:
+        self._parts = ()  # they are among the gathered rows
+        return super().store(layer)
+
     def partials(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None) -> Iterator[Partial]:
         lifetime = self.pool.lifetime_of(layer)
         if self._prefix:

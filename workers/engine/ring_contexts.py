@@ -157,7 +157,7 @@ class PassQContext(StepContext):
         queries = self.exchange.query_gather.start(self.batch.shards, q) if self._has_prefix else None
         if self._own is not None:
             yield from self._own.attend(q, self._parts, params, expand)
-        self._gathered.wait()
+        self._wait_for_rows()
         homeward = None
         if queries is not None:
             found = self._of_prefix(queries.wait()[self._inverse], layer, params, expand)
@@ -171,6 +171,10 @@ class PassQContext(StepContext):
                 yield from rows.attend(q, self.pool.split(layer, kv), params, expand)
         if homeward is not None:
             yield from homeward.wait()
+
+    def _wait_for_rows(self) -> None:
+        self._gathered.wait()
+        self._parts = ()  # they are among the gathered rows
 
     def _of_prefix(self, q: Tensor, layer: int, params: AttentionParams, expand: Expand | None) -> Partial:
         """Return attention of all ranks' queries to this rank's part of the prefix."""
@@ -186,7 +190,7 @@ class PassQContext(StepContext):
         of_index = None
         if index is not None:
             of_index = exchange.index_gather.start(shards, index.q.float(), index.weights[..., None])
-        self._gathered.wait()
+        self._wait_for_rows()
         self._own_stored.store(layer, self._gathered.of_rank(self.batch.cp_rank))
         for rank, _, owned in self._others:
             owned.store(layer, self._gathered.of_rank(rank))

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cluster.spec.config import AnyParallel
+from cluster.spec.ranks import moe_tp_size
 from cluster.spec.strategy import MoeDispatch
 
 FEW_TOKENS = 4096
@@ -27,6 +29,17 @@ class BlockShape:
     reach: float = 1.0
     """Share of all experts among which one token's are. Below 1 if a router first chooses groups of experts."""
 
+    @classmethod
+    def of(cls, parallel: AnyParallel, top_k: int, reach: float) -> "BlockShape":
+        return cls(
+            shards=parallel.dp * parallel.cp // parallel.moe_dp,
+            tp=parallel.tp,
+            ep=parallel.ep,
+            moe_tp=moe_tp_size(parallel),
+            top_k=top_k,
+            reach=reach,
+        )
+
     @property
     def size(self) -> int:
         return self.shards * self.tp
@@ -40,7 +53,61 @@ class ReceivedRows(NamedTuple):
     returned: float
     """Answers, or terms of sums, on their way back."""
     reduced: float
-    """Parts of all-reduces."""
+    """Parts of all-reduces over shards."""
+    tp_reduced: float
+    """Parts of all-reduces over TP ranks."""
+
+
+class ExpertTraffic(NamedTuple):
+    """Exchange of one step's tokens in a layer with experts."""
+
+    dispatch: MoeDispatch
+    num_bytes: float
+    """Bytes that the busiest rank receives."""
+    tp_bytes: float
+    """Part of ``num_bytes`` that all-reduces over TP ranks take."""
+    num_collectives: int
+    """Number of other collectives, which run one after another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertExchange:
+    """Exchange of tokens between the ranks that hold a model's experts."""
+
+    block: BlockShape
+    dp: int
+    """DP ranks of the replica."""
+    dispatch: MoeDispatch
+    waits_for_counts: bool
+    """True if the host waits for a device before an all-to-all."""
+    row_bytes: int
+    """Bytes of a token's hidden state."""
+    sum_bytes: int
+    """Bytes of a token's hidden state in an all-reduce."""
+
+    def tokens_per_shard(self, lens: Sequence[int]) -> float:
+        """Return the number of tokens per shard that the busiest block of ranks computes.
+
+        ``lens`` are the token counts of all shards of the replica, or one count if all have the same tokens.
+        """
+        size = self.block.shards
+        return max(sum(lens[first : first + size]) for first in range(0, len(lens), size)) / size
+
+    def traffic(self, lens: Sequence[int]) -> ExpertTraffic:
+        """Return the traffic of the first block of ranks. See ``tokens_per_shard`` for ``lens``."""
+        block, own = self.block, None if len(lens) == 1 else lens[: self.block.shards]
+        num_tokens, dispatch = sum(own or lens), self.dispatch
+        if dispatch is MoeDispatch.AUTO:
+            dispatch = choose_dispatch(block, own, num_tokens, waits_for_counts=self.waits_for_counts)
+        if dispatch is MoeDispatch.GATHER:
+            rows, num_collectives = gathered_rows(block.shards, block.tp, own), _collectives_of_gather(block, own)
+        else:
+            rows, num_collectives = sent_rows(block, own), _collectives_of_all_to_all(block, own)
+        factor = num_tokens if own is None else 1
+        routed_bytes = self.row_bytes + block.top_k * CHOICE_BYTES
+        tp_bytes = factor * rows.tp_reduced * self.sum_bytes
+        num_bytes = rows.routed * routed_bytes + rows.returned * self.row_bytes + rows.reduced * self.sum_bytes
+        return ExpertTraffic(dispatch, factor * num_bytes + tp_bytes, tp_bytes, num_collectives)
 
 
 def choose_dispatch(
@@ -68,9 +135,9 @@ def gathered_rows(shards: int, tp: int, lens: Sequence[int] | None) -> ReceivedR
     If ``lens`` is None, the counts are per token.
     """
     if lens is None:
-        return ReceivedRows(0.0, 0.0, 2 * _others(shards) + 2 * _others(tp))
+        return ReceivedRows(0.0, 0.0, 2 * _others(shards), 2 * _others(tp))
     longest = max(lens)
-    return ReceivedRows(sum(lens) - longest, (shards - 1) * longest, 2 * _others(tp) * longest)
+    return ReceivedRows(sum(lens) - longest, (shards - 1) * longest, 0.0, 2 * _others(tp) * longest)
 
 
 def sent_rows(shape: BlockShape, lens: Sequence[int] | None) -> ReceivedRows:
@@ -82,7 +149,23 @@ def sent_rows(shape: BlockShape, lens: Sequence[int] | None) -> ReceivedRows:
     reached = max(1.0, shape.ep * shape.reach)
     copies = shape.moe_tp * reached * (1 - (1 - 1 / reached) ** shape.top_k)
     one_way = longest * copies * _others(shape.size) / alike
-    return ReceivedRows(one_way, one_way + longest * _others(alike), 0.0)
+    return ReceivedRows(one_way, one_way + longest * _others(alike), 0.0, 0.0)
+
+
+def _collectives_of_gather(block: BlockShape, lens: Sequence[int] | None) -> int:
+    """Return the number of collectives that gather tokens and sum over shards, without those over TP ranks."""
+    others = block.shards - 1
+    if lens is None:
+        return min(1, others)
+    return others + (min(1, others) if len(set(lens)) == 1 else others)
+
+
+def _collectives_of_all_to_all(block: BlockShape, lens: Sequence[int] | None) -> int:
+    """Return the number of collectives that send counts, tokens and answers, and gather answers to equal tokens."""
+    if block.size == 1:
+        return 0
+    has_equal_tokens = lens is None or block.tp > 1
+    return 1 + 2 * (block.size - 1) + has_equal_tokens
 
 
 def _others(size: int) -> float:

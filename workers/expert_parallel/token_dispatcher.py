@@ -1,6 +1,6 @@
 """Dispatch of tokens to their experts and combination of the outputs, by gather or all-to-all."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -107,15 +107,21 @@ class AllToAllDispatcher:
     def _compute_remotely(self, tokens: RoutedTokens, compute: Compute) -> Tensor:
         """Send this rank's tokens to their experts and return the sums of the outputs."""
         by_rank = self._tokens_by_rank(tokens.experts)
-        rows = tokens.packed()
         counts = exchange_counts(self._block, [len(wanted) for wanted in by_rank])
-        received = all_to_all(self._block, [rows[wanted] for wanted in by_rank], counts)
-        terms = compute(tokens.unpack(torch.cat(received)))
+        terms = compute(self._receive(tokens, by_rank, counts))
         answers = all_to_all(self._block, torch.split(terms, counts), [len(wanted) for wanted in by_rank])
         total = torch.zeros(tokens.hidden.shape, dtype=torch.float32, device=terms.device)
         for wanted, answer in zip(by_rank, answers, strict=True):
             total.index_add_(0, wanted, answer.float())
         return total.to(terms.dtype)
+
+    def _receive(self, tokens: RoutedTokens, by_rank: Sequence[Tensor], counts: Sequence[int]) -> RoutedTokens:
+        """Send this rank's tokens, and return those for this rank's experts."""
+        packed = tokens.packed()
+        parts = all_to_all(self._block, [packed[wanted] for wanted in by_rank], counts)
+        received = torch.cat(parts)
+        del packed, parts
+        return tokens.unpack(received)
 
     def _tokens_by_rank(self, experts: Tensor) -> list[Tensor]:
         ep_ranks, num_ep = experts // self._num_local, self._block.size // self._moe_tp
@@ -147,12 +153,4 @@ def make_dispatcher(groups: ModelGroups, top_k: int, num_local: int, reach: floa
     }
     if groups.moe_dispatch is not MoeDispatch.AUTO:
         return ways[groups.moe_dispatch]
-    shape = BlockShape(
-        shards=groups.moe_shards.size,
-        tp=groups.tp.size,
-        ep=groups.parallel.ep,
-        moe_tp=moe_tp,
-        top_k=top_k,
-        reach=reach,
-    )
-    return AutoDispatcher(ways, shape, groups.expert_shards)
+    return AutoDispatcher(ways, BlockShape.of(groups.parallel, top_k, reach), groups.expert_shards)

@@ -11,6 +11,11 @@ MOST_EXPANDED = 4096
 40 MiB.
 """
 
+FEW_CHOICES = 32_768
+"""Maximum number of (token, expert) choices for which a GPU gives every choice a row, even if another rank holds the
+expert, so that the host need not wait for counts. Rows take 128 MiB with a hidden size of 2,048 in bf16.
+"""
+
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
@@ -40,13 +45,38 @@ class Activations(NamedTuple):
     """Bytes for any number of tokens, which every TP rank holds."""
 
 
-def _merging(query_width: int, out_width: int) -> Activations:
-    """Return queries, the sum of partials, and the partial that is being added. The first sum is in either dtype."""
-    return Activations(width=query_width + out_width, wide_width=out_width, narrow_width=out_width)
+class AttentionForm(NamedTuple):
+    """Form in which a layer computes attention: over all heads, elements per token, and FLOPs."""
+
+    query_width: int
+    """Elements of a token's queries."""
+    out_width: int
+    """Elements of a token's result."""
+    pair_flops: int
+    """FLOPs per (query, key) pair."""
+    activations: tuple[Activations, ...]
+    """Activations at the times when most exist. Which of them are the largest depends on the step and the dtype."""
+    tile_size: int = 0
+    """Elements of a tile of expanded keys, and of their expansion. 0 if keys are used as stored."""
+    selects_keys: bool = False
+
+    @property
+    def merging(self) -> Activations:
+        """Return queries, the sum of partials, and the partial that is being added, besides new keys and values.
+
+        The first sum is in either dtype.
+        """
+        narrow_width = 0 if self.tile_size else self.out_width
+        return Activations(
+            width=self.query_width + self.out_width,
+            wide_width=self.out_width,
+            narrow_width=narrow_width,
+            size=self.tile_size,
+        )
 
 
 class AttentionCost(NamedTuple):
-    """Sizes of one layer's attention, over all heads: matrix elements, elements per token, and FLOPs."""
+    """Sizes of one layer's attention, over all heads: matrix elements, and FLOPs."""
 
     sharded: int
     """Matrix elements that are sharded over TP ranks."""
@@ -54,18 +84,8 @@ class AttentionCost(NamedTuple):
     """Elements of the matrices whose outputs are stored, sharded over as many TP ranks as there are KV heads."""
     whole: int
     """Elements of other matrices, which every TP rank holds."""
-    query_width: int
-    """Elements of a token's queries."""
-    out_width: int
-    """Elements of a token's attention output."""
-    activations: tuple[Activations, ...]
-    """Activations at the times when most exist. Which of them are the largest depends on the step and the dtype."""
-    merging: tuple[Activations, ...]
-    """Activations while attention to different ranks' keys is merged, besides new keys and values."""
-    pair_flops: int
-    """FLOPs per (query, key) pair."""
-    stored_pair_flops: int = 0
-    """FLOPs per pair if keys that can be expanded are used as stored."""
+    forms: tuple[AttentionForm, ...]
+    """Forms of attention, of which the first expands keys if any does, and the last selects keys if any does."""
     expand_flops: int = 0
     """FLOPs to expand one key. 0 if keys are used as stored."""
     top_k: int | None = None
@@ -74,6 +94,11 @@ class AttentionCost(NamedTuple):
     """FLOPs of an indexer per (query, key) pair."""
     index_row_bytes: int = 0
     """Bytes of an indexer's queries per token if they are passed, in fp32."""
+
+    @property
+    def long_form(self) -> AttentionForm:
+        """Return the form of many queries and keys."""
+        return self.forms[0] if self.top_k is None else self.forms[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +139,13 @@ class AttentionConfig:
         return ()
 
     def cost(self, hidden_size: int) -> AttentionCost:
+        # Queries before and after their rotation, and keys and values before and after they are joined to rows.
+        projected = Activations(width=2 * (self.q_size + 2 * self.kv_size))
         return AttentionCost(
             sharded=2 * hidden_size * self.q_size,
             kv=2 * hidden_size * self.kv_size,
             whole=0,
-            query_width=self.q_size,
-            out_width=self.q_size,
-            # Queries before and after their rotation, and keys and values before and after they are joined to rows.
-            activations=(Activations(width=2 * (self.q_size + 2 * self.kv_size)),),
-            merging=(_merging(self.q_size, self.q_size),),
-            pair_flops=4 * self.q_size,
+            forms=(AttentionForm(self.q_size, self.q_size, 4 * self.q_size, (projected,)),),
         )
 
     def of_rank(self, tp_size: int) -> "AttentionConfig":
@@ -221,47 +243,46 @@ class LatentAttentionConfig:
         return (low_rank,) if own is None else (low_rank, MatrixShape(own.query_size, self.query_rank))
 
     def cost(self, hidden_size: int) -> AttentionCost:
-        """Return the cost with expanded keys, and the activations of either form."""
         query_width, out_width = self.num_heads * self.head_dim, self.num_heads * self.value_dim
-        expanded = _merging(query_width, out_width)._replace(
-            narrow_width=0, whole_width=self.stored_dim, size=MOST_EXPANDED * (self.expanded_size + query_width)
+        expanded = AttentionForm(
+            query_width=query_width,
+            out_width=out_width,
+            pair_flops=2 * (query_width + out_width),
+            activations=(),
+            tile_size=MOST_EXPANDED * (self.expanded_size + query_width),
         )
-        stored = _merging(self.num_heads * self.stored_dim, self.num_heads * self.kv_rank)
+        expanded = expanded._replace(activations=(expanded.merging._replace(whole_width=self.stored_dim),))
+        stored = AttentionForm(
+            query_width=self.num_heads * self.stored_dim,
+            out_width=self.num_heads * self.kv_rank,
+            pair_flops=2 * self.num_heads * (self.stored_dim + self.kv_rank),
+            activations=(self._absorbing(self.stored_dim),),
+        )
         cost = AttentionCost(
             sharded=(self.query_rank or hidden_size) * query_width
             + self.kv_rank * self.expanded_size
             + out_width * hidden_size,
             kv=hidden_size * self.stored_dim,
             whole=sum(matrix.size for matrix in self.whole_matrices(hidden_size)),
-            query_width=query_width,
-            out_width=out_width,
-            activations=(expanded, Activations(width=self._absorbing_width, whole_width=self.stored_dim)),
-            merging=(expanded, stored),
-            pair_flops=2 * (query_width + out_width),
-            stored_pair_flops=2 * self.num_heads * (self.stored_dim + self.kv_rank),
+            forms=(expanded, stored),
             expand_flops=2 * self.kv_rank * self.expanded_size,
         )
         return cost if self.indexer is None else self._with_selection(cost, self.indexer, hidden_size)
 
-    @property
-    def _absorbing_width(self) -> int:
-        """Return the elements of a token's queries before, while and after they are mapped to stored keys."""
-        return self.num_heads * (self.head_dim + self.kv_rank + self.stored_dim)
+    def _absorbing(self, row_width: int) -> Activations:
+        """Return a token's queries before, while and after they are mapped to stored keys, and its rows."""
+        return Activations(
+            width=self.num_heads * (self.head_dim + self.kv_rank + self.stored_dim), whole_width=row_width
+        )
 
     def _with_selection(self, cost: AttentionCost, indexer: IndexerConfig, hidden_size: int) -> AttentionCost:
         # Either an indexer's products, and its keys as stored and in fp32, or rows as stored and in fp32, and scores.
         most = max(MOST_SCORED, MOST_SELECTED, indexer.top_k * self.stored_dim)
         own = 0 if self.shares_selection else indexer.query_size + indexer.head_dim + 2 * indexer.num_heads
-        row_width, query_width = self.stored_dim + own, self.num_heads * self.stored_dim
-        out_width = self.num_heads * self.kv_rank
-        absorbing = Activations(width=self._absorbing_width, whole_width=row_width)
-        attending = Activations(width=query_width + out_width, whole_width=own, num_bytes=4 * 3 * most)
-        cost = cost._replace(
-            query_width=query_width,
-            out_width=out_width,
-            activations=(*cost.activations, absorbing, attending),
-            top_k=indexer.top_k,
-        )
+        stored = cost.forms[-1]
+        attending = Activations(width=stored.query_width + stored.out_width, whole_width=own, num_bytes=4 * 3 * most)
+        selected = stored._replace(activations=(self._absorbing(self.stored_dim + own), attending), selects_keys=True)
+        cost = cost._replace(forms=(*cost.forms, selected), top_k=indexer.top_k)
         if self.shares_selection:
             return cost
         return cost._replace(

@@ -10,9 +10,9 @@ from torch.nn import functional
 from workers.device import device_of
 from workers.expert_parallel.token_dispatcher import NO_EXPERT, RoutedTokens, make_dispatcher, order_by_expert
 from workers.kernels.elementwise import elementwise_kernels
-from workers.layers.config import MoeConfig, RouterConfig
+from workers.layers.config import FEW_CHOICES, MoeConfig, RouterConfig
 from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear
-from workers.layers.matmul import multiply
+from workers.layers.matmul import PackedMatrix, multiply, packed
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.collectives import Lens, ModelGroups, TokenExchange
 from workers.quant.fp8_matrix import Fp8Matrix, split_rows
@@ -20,10 +20,6 @@ from workers.quant.fp8_matrix import Fp8Matrix, split_rows
 if TYPE_CHECKING:  # no CPU imports kernels of a GPU
     from workers.kernels.experts import RowTiles
 
-FEW_CHOICES = 32_768
-"""Maximum number of (token, expert) choices for which every choice gets a row, so that the host need not wait for
-counts. Rows take 128 MiB with a hidden size of 2,048.
-"""
 _LEAST_SUM = 1e-20
 """Added to the sum of a token's weights, which can be zero if they are sigmoids."""
 
@@ -102,6 +98,10 @@ def _in_best_groups(ranks: Tensor, router: RouterConfig) -> Tensor:
     return by_group.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
 
 
+ExpertMatrices = nn.Parameter | Fp8Matrix | list[PackedMatrix]
+"""Matrices ``[experts, outputs, inputs]``."""
+
+
 class Experts(ShardedLayer):
     """Experts of one EP rank. This rank holds a shard of each expert's width."""
 
@@ -109,13 +109,22 @@ class Experts(ShardedLayer):
         super().__init__()
         num_local = len(numbers)
         gate_up, down = (num_local, 2 * inner.size, hidden_size), (num_local, hidden_size, inner.size)
-        self.gate_up: nn.Parameter | Fp8Matrix = nn.Parameter(torch.empty(gate_up), requires_grad=False)
-        self.down: nn.Parameter | Fp8Matrix = nn.Parameter(torch.empty(down), requires_grad=False)
+        self.gate_up: ExpertMatrices = nn.Parameter(torch.empty(gate_up), requires_grad=False)
+        self.down: ExpertMatrices = nn.Parameter(torch.empty(down), requires_grad=False)
         self.loads = torch.zeros(num_local, dtype=torch.int64, device="cpu")
         """Number of tokens that each expert has computed since startup. Moved to the GPU in the first step."""
         self.numbers = numbers
         """Numbers of these experts in the model."""
         self._inner = inner
+
+    def pack(self) -> None:
+        """Rearrange loaded weights for speed."""
+        for name in ("gate_up", "down"):
+            stacked = getattr(self, name)
+            matrices = [packed(matrix) for matrix in stacked] if isinstance(stacked, Tensor) else []
+            if any(isinstance(matrix, PackedMatrix) for matrix in matrices):
+                delattr(self, name)  # a parameter
+                setattr(self, name, matrices)
 
     def forward(self, routed: RoutedTokens) -> Tensor:
         """Return the weighted sum of these experts' outputs for each token, ``[tokens, hidden]``."""
@@ -148,8 +157,8 @@ class Experts(ShardedLayer):
             rows.view(-1)[order] = torch.arange(len(order), dtype=rows.dtype, device=rows.device)
             tokens = (order // experts.shape[1]).to(torch.int32)
             sorted_rows = kernels.ExpertRows(tokens, rows, kernels.tiles_of(counts, hidden))
-        inner = gated(_grouped_product(hidden, self.gate_up, sorted_rows.tiles, sorted_rows.tokens))
-        answers = _grouped_product(inner, self.down, sorted_rows.tiles)
+        inner = gated(_grouped_product(hidden, _unpacked(self.gate_up), sorted_rows.tiles, sorted_rows.tokens))
+        answers = _grouped_product(inner, _unpacked(self.down), sorted_rows.tiles)
         return kernels.sum_choices(answers, sorted_rows.rows, routed.weights)
 
     def _counted(self, experts: Tensor) -> tuple[Tensor, list[int]]:
@@ -159,12 +168,18 @@ class Experts(ShardedLayer):
         return order, counts
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
-        hidden = replicated(self.gate_up.shape[2])
+        gate_up, down = _unpacked(self.gate_up), _unpacked(self.down)
+        hidden = replicated(gate_up.shape[2])
         for index, expert in enumerate(self.numbers):
-            gate, up = split_rows(self.gate_up[index], [self._inner.size] * 2)
+            gate, up = split_rows(gate_up[index], [self._inner.size] * 2)
             yield f"{expert}.gate.weight", WeightShard(gate, (self._inner, hidden), "gate_up")
             yield f"{expert}.up.weight", WeightShard(up, (self._inner, hidden), "gate_up")
-            yield f"{expert}.down.weight", WeightShard(self.down[index], (hidden, self._inner), "down")
+            yield f"{expert}.down.weight", WeightShard(down[index], (hidden, self._inner), "down")
+
+
+def _unpacked(matrices: ExpertMatrices) -> nn.Parameter | Fp8Matrix:
+    assert not isinstance(matrices, list), "the matrices are packed"
+    return matrices
 
 
 def _grouped_product(

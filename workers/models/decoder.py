@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from workers.device import Device
 from workers.layers.attention import Attention, AttentionContext, RotaryEmbedding, Rotation, take
 from workers.layers.config import LatentAttentionConfig, MoeConfig
-from workers.layers.feed_forward import GatedMLP, MoeBlock
+from workers.layers.feed_forward import Experts, GatedMLP, MoeBlock
 from workers.layers.latent_attention import LatentAttention
 from workers.layers.linear import Embedding, LinearLayer, RMSNorm
 from workers.layers.matmul import PackedMatrix
@@ -173,7 +173,7 @@ class DecoderModel(nn.Module):
     def pack(self) -> None:
         """Rearrange loaded weights for speed, and in host memory, put them into huge pages."""
         for module in self.modules():
-            if isinstance(module, LinearLayer):
+            if isinstance(module, LinearLayer | Experts):
                 module.pack()
         if self.is_last:
             self.lm_head.pack(is_read=self.is_first and self.config.tie_word_embeddings)
@@ -184,6 +184,7 @@ class DecoderModel(nn.Module):
                 use_huge_pages(packed.address, packed.matrix.nbytes)
 
     def _attributes(self) -> Iterator[object]:
-        """Yield all attributes of layers, except parameters and modules."""
+        """Yield all attributes of layers, and the items of lists, except parameters and modules."""
         for module in self.modules():
-            yield from vars(module).values()
+            for value in vars(module).values():
+                yield from value if isinstance(value, list) else [value]

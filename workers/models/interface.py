@@ -17,10 +17,12 @@ from cluster.spec.config import AnyParallel, PrefillConfig
 from cluster.spec.errors import UserError
 from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, KvPart, attention_group
 from cluster.spec.linear_shards import LinearShards
+from cluster.spec.strategy import MoeDispatch
 from workers.context_parallel.cost_model import ModelShape
+from workers.expert_parallel.dispatch_cost import BlockShape, ExpertExchange
 from workers.layers.config import (
-    Activations,
     AnyAttentionConfig,
+    AttentionForm,
     FeedForwardConfig,
     LatentAttentionConfig,
     MoeConfig,
@@ -76,10 +78,8 @@ class LayerCost(NamedTuple):
     """Experts that one token uses."""
     experts_per_token: int
     """Number of experts that compute each token. 0 for a layer without experts."""
-    activations: tuple[Activations, ...]
-    """Activations of attention at the times when most exist."""
-    merging: tuple[Activations, ...]
-    """Activations while attention to different ranks' keys is merged."""
+    forms: tuple[AttentionForm, ...]
+    """Forms in which the layer can compute attention."""
     index_flops: int
     """FLOPs per (query, key) pair to select keys."""
     dense_width: int
@@ -227,8 +227,7 @@ class DecoderConfig:
             experts=expert * moe.num_experts if moe else 0,
             routed=expert * per_token,
             experts_per_token=per_token,
-            activations=attention.activations,
-            merging=attention.merging,
+            forms=attention.forms,
             index_flops=attention.index_flops,
             dense_width=3 * feed_forward.dense_size,
             routed_width=expert * per_token // hidden,
@@ -254,10 +253,35 @@ class DecoderConfig:
         shapes = self.attention.projections(self.hidden_size)
         return sum(shards.received_rows(shape.outputs) * shape.inputs for shape in shapes) * DTYPE_BYTES[dtype]
 
-    def cost(self, dtype: str, shards: LinearShards | None = None) -> ModelShape:
+    @property
+    def expert_share(self) -> float:
+        """Return the fraction of layers that have experts."""
+        return sum(layer.experts > 0 for layer in self.layer_costs) / self.num_layers
+
+    def sum_bytes(self, dtype: str, *, in_background: bool) -> int:
+        """Return the bytes of a hidden state in an all-reduce. Terms travel in fp32, except in shared memory."""
+        return self.hidden_size * DTYPE_BYTES["float32" if in_background else dtype]
+
+    def expert_exchange(
+        self, parallel: AnyParallel, dtype: str, dispatch: MoeDispatch, *, waits_for_counts: bool, in_background: bool
+    ) -> ExpertExchange | None:
+        """Return the exchange of tokens between ranks with experts; None for dense models."""
+        if self.moe is None:
+            return None
+        return ExpertExchange(
+            block=BlockShape.of(parallel, self.moe.top_k, self.moe.router.reach),
+            dp=parallel.dp,
+            dispatch=dispatch,
+            waits_for_counts=waits_for_counts,
+            row_bytes=self.hidden_size * DTYPE_BYTES[dtype],
+            sum_bytes=self.sum_bytes(dtype, in_background=in_background),
+        )
+
+    def cost(self, dtype: str, shards: LinearShards | None = None, experts: ExpertExchange | None = None) -> ModelShape:
         """Return one token's work in an average layer computed in ``dtype``.
 
         ``shards`` divides query and output projections among CP ranks. If None, every rank stores all of them.
+        ``experts`` divides experts among ranks. If None, every rank computes its own tokens' experts.
         """
         used = sum(layer.used for layer in self.layer_costs)
         groups, attention = self.kv_groups(dtype), self.attention.cost(self.hidden_size)
@@ -265,15 +289,18 @@ class DecoderConfig:
             num_layers=self.num_layers,
             linear_flops=2 * used // self.num_layers,
             kv_flops=2 * self.layer_costs[0].kv,
-            attention_flops=attention.pair_flops,
+            attention_flops=attention.forms[0].pair_flops,
             kv_row_bytes=sum(group.bytes_per_token for group in groups) // self.num_layers,
-            q_row_bytes=attention.query_width * DTYPE_BYTES[dtype],
-            partial_row_bytes=4 * attention.out_width,
+            q_row_bytes=attention.long_form.query_width * DTYPE_BYTES[dtype],
+            partial_row_bytes=4 * attention.long_form.out_width,
             expand_flops=attention.expand_flops,
-            stored_pair_flops=attention.stored_pair_flops,
+            stored_pair_flops=attention.forms[-1].pair_flops,
             windows=tuple(sorted((group.window, len(group.layers)) for group in groups if group.window)),
             top_k=attention.top_k,
             index_flops=sum(layer.index_flops for layer in self.layer_costs) // self.num_layers,
             index_row_bytes=attention.index_row_bytes,
             weight_bytes=self.received_bytes(dtype, shards),
+            expert_flops=2 * sum(layer.routed for layer in self.layer_costs) // self.num_layers,
+            expert_share=self.expert_share,
+            experts=experts,
         )

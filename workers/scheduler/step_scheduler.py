@@ -17,7 +17,7 @@ from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.chunk_sizes import ChunkLen
-from workers.context_parallel.cost_model import Choose
+from workers.context_parallel.strategy_chooser import Choose
 from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
 from workers.scheduler.sequence import TokenSequence, new_request, schedule, urgency

@@ -13,7 +13,7 @@ from cluster.spec.errors import UserError
 from cluster.spec.step_messages import StepShape
 from cluster.spec.strategy import Collectives, CpMode, Passing, ShardLinear, Strategy, StrategySetting
 from workers.bench.results import StepTime, Way
-from workers.context_parallel.cost_model import StrategyChoice
+from workers.context_parallel.strategy_chooser import StrategyChoice
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.planner.exchange_memory import CpExchange, staging_bytes
+from cluster.planner.exchange_memory import CpExchange, FormBytes, staging_bytes
 from cluster.spec.config import DeployConfig
 from cluster.spec.strategy import Passing
-from workers.layers.config import Activations
-from workers.models.interface import LayerCost
 
 T, N, L, CP = 100, 400, 10_000, 4
 ROW, QUERY, RESULT, PARTIAL, INDEX = 8, 32, 30, 60, 5
@@ -20,34 +18,13 @@ GATHER = CpExchange(
     row=ROW,
     query=QUERY,
     partial=PARTIAL,
-    result=RESULT,
     index=INDEX,
-    selects_keys=False,
-    expands_keys=False,
     passing=None,
     in_background=False,
 )
 PASS_KV, PASS_Q = (replace(GATHER, passing=passing, in_background=True) for passing in Passing)
-
-
-COST = LayerCost(
-    queries=0,
-    kv=0,
-    whole=0,
-    dense=0,
-    experts=0,
-    routed=0,
-    experts_per_token=0,
-    activations=(Activations(num_bytes=9_000), Activations(num_bytes=8_000)),
-    merging=(Activations(num_bytes=10_000),),
-    index_flops=0,
-    dense_width=0,
-    routed_width=0,
-)
-
-
-def attention_bytes(exchange: CpExchange) -> float:
-    return exchange.attention_bytes(COST, lambda activations: activations.num_bytes)
+FORM = FormBytes(plain=9_000, merging=10_000, tile=0, query=QUERY, partial=PARTIAL, result=RESULT, selects_keys=False)
+SELECTED = FORM._replace(selects_keys=True)
 
 
 def test_buffers_hold_new_rows_or_two_blocks_or_all_queries() -> None:
@@ -57,20 +34,25 @@ def test_buffers_hold_new_rows_or_two_blocks_or_all_queries() -> None:
 
 
 def test_partials_are_merged_where_rows_travel_in_the_background() -> None:
-    assert attention_bytes(GATHER) == 9_000
-    assert attention_bytes(replace(GATHER, in_background=True)) == 10_000 + 1.5 * T * ROW
-    assert attention_bytes(PASS_KV) == 10_000
-    assert attention_bytes(replace(PASS_KV, selects_keys=True)) == 9_000 + L * ROW
+    assert GATHER.attention_bytes(FORM) == 9_000
+    assert replace(GATHER, in_background=True).attention_bytes(FORM) == 10_000 + 1.5 * T * ROW
+    assert PASS_KV.attention_bytes(FORM) == 10_000
+    assert PASS_KV.attention_bytes(SELECTED) == 9_000 + L * ROW
 
 
 def test_partials_of_all_queries_exist_while_they_are_sent_and_received() -> None:
     returning = N * PARTIAL * (2 - 1 / CP)
-    assert attention_bytes(PASS_Q) == 9_000 + N * RESULT + returning
-    # Queries may take more than what is sent.
-    wide = replace(PASS_Q, query=500.0)
-    assert attention_bytes(wide) == 9_000 + N * (500 + INDEX + RESULT)
-    assert attention_bytes(replace(wide, expands_keys=True)) == 9_000 + N * (500 + INDEX + RESULT + PARTIAL)
-    assert attention_bytes(replace(wide, selects_keys=True)) == 9_000 + N * (500 + INDEX + RESULT) - T * RESULT
+    assert PASS_Q.attention_bytes(FORM) == T * (QUERY + RESULT) + N * RESULT + returning
+    assert PASS_Q.attention_bytes(FORM._replace(merging=50_000)) == 50_000 + returning
+    assert PASS_Q.attention_bytes(FORM._replace(plain=1e9)) == 1e9
+
+
+def test_queries_may_take_more_than_what_is_sent() -> None:
+    own = T * (500 + RESULT)
+    assert PASS_Q.attention_bytes(FORM._replace(query=500)) == own + N * (500 + RESULT)
+    expanded = FORM._replace(query=500, tile=700)
+    assert PASS_Q.attention_bytes(expanded) == own + N * (500 + RESULT + PARTIAL) + 700
+    assert PASS_Q.attention_bytes(SELECTED._replace(query=500)) == T * 500 + N * (500 + INDEX + RESULT)
 
 
 @pytest.mark.parametrize(

@@ -212,8 +212,8 @@ def test_ring_buffers_are_included(tmp_path: Path) -> None:
 
 def test_every_rank_of_a_ring_passes_whole_latents(tmp_path: Path) -> None:
     def activations(more: str) -> float:
-        parallel = "{cp: 2, tp: 8, ep: 16}"
-        config, model = planned(tmp_path, DEEPSEEK, f"prefill: {{parallel: {parallel}, chunk_tokens: 8192, {more}}}")
+        parallel, shape = "{cp: 2, tp: 8}", DEEPSEEK | {"first_k_dense_replace": 61}
+        config, model = planned(tmp_path, shape, f"prefill: {{parallel: {parallel}, chunk_tokens: 8192, {more}}}")
         return expected_memory(config, config.prefill, model).activations * GIB
 
     # New rows are kept while they are sent, and gathered.
@@ -223,12 +223,13 @@ def test_every_rank_of_a_ring_passes_whole_latents(tmp_path: Path) -> None:
 
 def test_memory_to_select_keys_is_included(tmp_path: Path) -> None:
     def activations(shape: dict[str, Any], more: str = "mode: gather", chunk_tokens: int = 8192, cp: int = 2) -> float:
-        parallel = f"{{cp: {cp}, tp: 8, ep: {8 * cp}}}"
+        parallel = f"{{cp: {cp}, tp: 8}}"
         text = f"prefill: {{parallel: {parallel}, chunk_tokens: {chunk_tokens}, {more}}}"
         config, model = planned(tmp_path, shape, text)
         return expected_memory(config, config.prefill, model).activations * GIB
 
-    indexed = DEEPSEEK | {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048}
+    dense = {"first_k_dense_replace": 61, "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048}
+    indexed = DEEPSEEK | dense
     # Per token: hidden states, their norm, cosines and sines, a selection of 32-bit numbers, and the indexer's queries,
     # key and weights; then 16 queries and results, or queries before and after they are mapped to stored keys.
     of_step, of_index = 2 * 7168 + 2 * 64 + 2 * 2048, 64 * 128 + 128 + 2 * 64
@@ -265,8 +266,6 @@ def test_ranks_with_requests_of_their_own_share_mlps(tmp_path: Path) -> None:
     [
         (LLAMA_3_8B, "{dp: 4, cp: 2}", 3),
         (LLAMA_3_8B, "{cp: 2, tp: 4}", 0),
-        (MIXTRAL, "{dp: 4, cp: 2}", 7),
-        (MIXTRAL, "{dp: 4, cp: 2, moe_dp: 2}", 3),
     ],
 )
 def test_a_step_holds_the_tokens_of_all_ranks_that_share_an_mlp(
@@ -278,6 +277,29 @@ def test_a_step_holds_the_tokens_of_all_ranks_that_share_an_mlp(
 
     alone = activations("{tp: 4, cp: 2, moe_dp: 2}" if "tp" in parallel else "{cp: 2, moe_dp: 2}")
     assert activations(parallel) - alone == pytest.approx(2 * num_others * 4096 * shape["hidden_size"] * 2)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "chunk_tokens", "num_received", "widest"),
+    [
+        ("{}", 8192, 0, 16384 * 3 * 14336),
+        ("{cp: 2, moe_dp: 2}", 8192, 0, 8192 * 3 * 14336),
+        ("{cp: 2, ep: 2}", 8192, 8192, 16384 * 3 * 14336),  # few choices all have a row
+        ("{cp: 2, ep: 2}", 65536, 65536, 65536 * 3 * 14336),
+        ("{dp: 4, cp: 2}", 8192, 32768, (65536 + 32768) * 4096),
+        ("{dp: 4, cp: 2, moe_dp: 2}", 8192, 16384, 32768 * 3 * 3584),
+    ],
+)
+def test_a_gpu_computes_all_experts_at_once(
+    tmp_path: Path, parallel: str, chunk_tokens: int, num_received: int, widest: int
+) -> None:
+    """Count received tokens, and for each chosen expert, two projections and their product, or answers and sums."""
+    text = f"prefill: {{parallel: {parallel}, strategy: zigzag, chunk_tokens: {chunk_tokens}}}"
+    config, model = planned(tmp_path, MIXTRAL, text)
+    cp = config.prefill.parallel.cp
+    of_token = 2 * 4096 + 2 * 128
+    expected = chunk_tokens // cp * of_token + num_received * 4096 + widest + (cp > 1) * chunk_tokens * 2 * 1024
+    assert expected_memory(config, config.prefill, model).activations * GIB == pytest.approx(2 * expected)
 
 
 @pytest.mark.parametrize(

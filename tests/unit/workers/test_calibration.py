@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.loading_rank import groups_of
 from workers.device import CPU
-from workers.engine.calibration import _hidden, _NoAttention, alone_flops
+from workers.engine.calibration import _hidden, _NoAttention, alone_flops, sampled_layer
 from workers.models.decoder import DecoderModel, Residual
 from workers.models.registry import read_model_config
 
@@ -46,8 +46,8 @@ def test_a_rank_alone_is_credited_with_its_part(
     torch.manual_seed(0)
     for weights in model.parameters():
         torch.nn.init.normal_(weights)
-    layer, rotation = next(iter(model.layers.values())), model.rotary(torch.arange(NUM_TOKENS), torch.float32)
+    (layer, cost), rotation = sampled_layer(model), model.rotary(torch.arange(NUM_TOKENS), torch.float32)
     with torch.inference_mode(), groups.alone(), FlopCounterMode(display=False) as counter:
         layer(Residual(_hidden(model, NUM_TOKENS)), rotation, _NoAttention(model.attention.value_dim), None)
-    credited = alone_flops(model)
+    credited = alone_flops(model, cost)
     assert counter.get_total_flops() / NUM_TOKENS == pytest.approx(credited, rel=tolerance)

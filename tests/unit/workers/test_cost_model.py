@@ -10,21 +10,11 @@ from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from tests.fakes.steps import requests_of
 from workers.attention.runs import Run
-from workers.context_parallel import cost_model
+from workers.context_parallel import cost_model, strategy_chooser
 from workers.context_parallel.chunk_sizes import even_chunk
-from workers.context_parallel.cost_model import (
-    MIN_GAIN,
-    TILE,
-    ModelShape,
-    Rates,
-    StrategyChoice,
-    StrategyChooser,
-    attended_pairs,
-    computed_pairs,
-    estimate_step_s,
-    undivided,
-)
+from workers.context_parallel.cost_model import TILE, ModelShape, Rates, attended_pairs, computed_pairs, estimate_step_s
 from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan, make_step_shape
+from workers.context_parallel.strategy_chooser import MIN_GAIN, StrategyChoice, StrategyChooser, undivided
 
 SHAPE = ModelShape(
     num_layers=8,
@@ -234,7 +224,7 @@ def test_an_exchange_must_save_two_percent(
     def estimate_s(plan: ShardPlan, *_: object) -> float:
         return 1.0 if plan.is_replicated else divided_s
 
-    monkeypatch.setattr(cost_model, "estimate_step_s", estimate_s)
+    monkeypatch.setattr(strategy_chooser, "estimate_step_s", estimate_s)
     assert (choose(requests_of([100], [0]), 2).shape.strategy is Strategy.NONE) == is_undivided
 
 

@@ -125,11 +125,11 @@ def test_layers_that_share_a_selection_cost_no_indexer() -> None:
     assert full.whole - shared[0].whole == 2048 * 32 * 128 + 7168 * 32
     assert [cost.index_flops for cost in shared] == [0, 0, 0]
     assert parsed("GlmMoeDsa", sizes).cost("bfloat16").index_flops == 2 * 32 * 129 // 4
-    attending = full.activations[-1]
+    attending = full.forms[-1].activations[-1]
     queries_and_key = 32 * 128 + 128 + 2 * 32
     assert attending.num_bytes > 0
     assert attending.whole_width == queries_and_key
-    assert [cost.activations[-1] for cost in shared] == [attending._replace(whole_width=0)] * 3
+    assert [cost.forms[-1].activations[-1] for cost in shared] == [attending._replace(whole_width=0)] * 3
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.fakes.sequences import sequence_of
 from tests.fakes.tier_world import PAGE_SIZE, records_of
 from workers.cache.page_allocator import PageAllocator, live_pages
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import undivided
+from workers.context_parallel.strategy_chooser import undivided
 from workers.hicache.tiers import Tiers
 from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.step_scheduler import StepLimits, StepScheduler

@@ -11,9 +11,12 @@ from tests.fakes.checkpoints import make_checkpoint
 from workers.device import CPU
 from workers.engine.weights import load_model
 from workers.layers import matmul
+from workers.layers.config import MoeConfig
+from workers.layers.feed_forward import MoeBlock
 from workers.layers.linear import Embedding, FusedLinear
 from workers.layers.matmul import PackedMatrix, multiply, packed
 from workers.layers.shard import replicated
+from workers.parallel.collectives import ModelGroups
 
 
 class Twin:
@@ -72,6 +75,20 @@ def test_parts_of_a_packed_projection_are_those_of_the_plain_one() -> None:
     projection.pack()
     for part, expected in zip(parts, plain, strict=True):
         torch.testing.assert_close(projection.project(x, part), expected)
+
+
+def test_packed_experts_answer_as_plain_ones_do(has_bf16: bool) -> None:
+    moe = MoeConfig(num_experts=5, top_k=2, intermediate_size=32, renormalize=True)
+    block = MoeBlock(64, moe, ModelGroups()).bfloat16()
+    for parameter in block.parameters():
+        parameter.copy_(draw(*parameter.shape) / 8)
+    steps = [draw(num_tokens, 64) for num_tokens in (0, 1, 3, 40)]
+    plain = [block(x, None) for x in steps]
+    block.experts.pack()
+    assert isinstance(block.experts.down, list) == has_bf16
+    assert not has_bf16 or {name for name, _ in block.named_parameters()} == {"router.weight"}
+    for x, expected in zip(steps, plain, strict=True):
+        torch.testing.assert_close(block(x, None), expected)
 
 
 def test_a_tied_table_is_read_and_multiplied_with(tmp_path: Path) -> None:

@@ -101,7 +101,10 @@ def test_as_many_rows_as_are_faster(
     assert linear.call_count == (most >= 6)
 
 
-def test_speeds_are_measured(library: Library, tmp_path: Path) -> None:
-    model = load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16))
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_speeds_are_measured(family: str, library: Library, tmp_path: Path) -> None:
+    model = load_model(make_checkpoint(tmp_path, family, dtype=torch.bfloat16))
     use_native_products(model, library)
+    num_experts = model.config.moe.num_experts if model.config.moe else 1
+    assert len(model.packed_matrices()) == (2 + 2 * num_experts) * len(model.layers) + 1
     assert all(matrix.few_rows is not None for matrix in model.packed_matrices())

@@ -21,7 +21,8 @@ from tests.fakes.sequences import sequence_of
 from tests.fakes.thread_group import on_thread_ranks
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.chunk_sizes import even_chunk
-from workers.context_parallel.cost_model import ModelShape, Rates, StrategyChooser
+from workers.context_parallel.cost_model import ModelShape, Rates
+from workers.context_parallel.strategy_chooser import StrategyChooser
 from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator, ModelGroups, Pipeline
 from workers.scheduler.sequence import TokenSequence

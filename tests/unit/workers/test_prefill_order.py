@@ -11,7 +11,8 @@ from cluster.spec.kv import pages_for
 from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
 from tests.fakes.prefill_steps import PAGE_SIZE, PrefillSteps
 from workers.context_parallel.chunk_sizes import efficient_share
-from workers.context_parallel.cost_model import ModelShape, StrategyChooser
+from workers.context_parallel.cost_model import ModelShape
+from workers.context_parallel.strategy_chooser import StrategyChooser
 from workers.scheduler.waiting import LOOKAHEAD
 
 CHUNK = 64

@@ -20,7 +20,7 @@ from tests.fakes.paged_ranks import PAGE_SIZE
 from tests.fakes.prefill_steps import PrefillSteps
 from tests.fakes.sequences import sequence_of
 from workers.cache.page_allocator import PageAllocator
-from workers.context_parallel.cost_model import undivided
+from workers.context_parallel.strategy_chooser import undivided
 from workers.scheduler.sequence import KvState
 from workers.scheduler.step_scheduler import TURNS, StepLimits, StepScheduler
 

@@ -10,8 +10,9 @@ from cluster.spec.tiers import TierJob, TierJobKind
 from tests.fakes.sequences import sequence_of
 from tests.fakes.steps import Request, scheduled_of, step_of
 from workers.cache.page_allocator import PageAllocator
-from workers.context_parallel.cost_model import ModelShape, Rates, StrategyChooser, undivided
+from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.context_parallel.shard_plan import join_shapes, make_shard_plan, make_step_shape
+from workers.context_parallel.strategy_chooser import StrategyChooser, undivided
 from workers.device import CPU
 from workers.engine.batch import build_step_batch
 from workers.scheduler.step_scheduler import StepLimits, StepScheduler

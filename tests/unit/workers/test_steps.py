@@ -12,7 +12,7 @@ from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import StepPlan
 from tests.fakes.sequences import sequence_of
 from workers.cache.page_allocator import PageAllocator, live_pages
-from workers.context_parallel.cost_model import undivided
+from workers.context_parallel.strategy_chooser import undivided
 from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
