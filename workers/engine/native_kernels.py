@@ -42,7 +42,7 @@ def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvG
 
 def use_native_products(model: DecoderModel, library: Library) -> None:
     """Let native code multiply few rows by packed weights, where it is faster than oneDNN."""
-    readable = [matrix for matrix in model.packed_matrices() if matrix.block_stride is not None]
+    readable = [matrix for matrix in model.packed_matrices() if matrix.blocks is not None]
     if not readable or not library.multiplies_packed:
         return
     sample, num_bytes = list[PackedMatrix](), 0

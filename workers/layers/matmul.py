@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from workers.device import device_of
-from workers.native.library import BLOCK, Library
+from workers.native.library import BLOCK_WIDTHS, Blocks, Library
 from workers.quant.fp8_matrix import Fp8Matrix
 
 _FEW_ROWS = 2
@@ -35,10 +35,8 @@ class PackedMatrix:
 
     matrix: Tensor
     address: int
-    block_stride: int | None
-    """Number of elements from one block of outputs to the next if the elements are laid out as
-    ``[outputs / BLOCK, inputs / 2, BLOCK, 2]``, padded with zeros. None if they are laid out in another way.
-    """
+    blocks: Blocks | None
+    """Layout of the elements. None if it is another one."""
     few_rows: FewRows | None = None
 
     @property
@@ -56,8 +54,8 @@ class PackedMatrix:
 
     def multiply_few(self, library: Library, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply with native code, which must know the layout."""
-        assert self.block_stride is not None, "the layout is another one"
-        return library.linear(x, self.address, self.matrix.shape[0], self.block_stride, bias)
+        assert self.blocks is not None, "the layout is another one"
+        return library.linear(x, self.address, self.matrix.shape[0], self.blocks, bias)
 
     def multiply_many(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply with oneDNN."""
@@ -102,19 +100,24 @@ def packed(weight: Tensor) -> Tensor | PackedMatrix:
         return weight
     matrix = torch.ops.mkldnn._reorder_linear_weight(weight)
     address, size = torch.ops.mkldnn.data_ptr(matrix), torch.ops.mkldnn._nbytes(matrix) // weight.itemsize
-    block_stride = size // -(-len(weight) // BLOCK)
     memory = torch.frombuffer((ctypes.c_int16 * size).from_address(address), dtype=torch.bfloat16)
-    return PackedMatrix(matrix, address, block_stride if _is_in_blocks(memory, weight, block_stride) else None)
+    return PackedMatrix(matrix, address, _find_blocks(memory, weight))
 
 
-def _is_in_blocks(memory: Tensor, weight: Tensor, block_stride: int) -> bool:
-    """Return whether a packed weight is in blocks. OneDNN chooses the layout by the processor, and does not name it."""
-    num_inputs, depth = weight.shape[1], block_stride // BLOCK
-    if num_inputs % 2 or depth % 2 or depth < num_inputs or len(memory) % block_stride:
+def _find_blocks(memory: Tensor, weight: Tensor) -> Blocks | None:
+    """Return the layout of a packed weight. OneDNN chooses it by the processor, and does not name it."""
+    layouts = (Blocks(width, len(memory) // -(-len(weight) // width)) for width in BLOCK_WIDTHS)
+    return next((blocks for blocks in layouts if _is_in_blocks(memory, weight, blocks)), None)
+
+
+def _is_in_blocks(memory: Tensor, weight: Tensor, blocks: Blocks) -> bool:
+    num_inputs, (width, stride) = weight.shape[1], blocks
+    depth = stride // width
+    if num_inputs % 2 or depth % 2 or depth < num_inputs or stride % width or len(memory) % stride:
         return False
-    for found, rows in zip(torch.split(memory, block_stride), torch.split(weight, BLOCK), strict=True):
-        block = functional.pad(rows, (0, depth - num_inputs, 0, BLOCK - len(rows)))
+    for found, rows in zip(torch.split(memory, stride), torch.split(weight, width), strict=True):
+        block = functional.pad(rows, (0, depth - num_inputs, 0, width - len(rows)))
         # Each pair of inputs is one number.
-        if not torch.equal(found.view(torch.int32).view(depth // 2, BLOCK), block.view(torch.int32).T.contiguous()):
+        if not torch.equal(found.view(torch.int32).view(depth // 2, width), block.view(torch.int32).T.contiguous()):
             return False
     return True

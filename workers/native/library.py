@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ MOST_ROWS = 64
 NUM_ITEM_FIELDS = 7
 """Number of fields of Item in attention.h."""
 
-BLOCK = 64
-"""Outputs per block of a packed weight."""
+BLOCK_WIDTHS = (32, 64)
+"""Outputs per block of a packed weight, as oneDNN chooses them on CPUs with and without AMX."""
+_OUTPUTS = 64
+"""Outputs that ``linear`` computes at a time."""
 
 _FIELDS = (
     *("query", "key", "value", "out", "lse", "tables", "items", "next_tile"),
@@ -71,6 +73,14 @@ class _Pages(ctypes.Structure):
         return cls(layer_pages.data_ptr(), slots.data_ptr(), layer_pages.shape[3], *layer_pages.stride()[:4])
 
 
+class Blocks(NamedTuple):
+    """Layout ``[outputs / width, inputs / 2, width, 2]`` of a packed weight, padded with zeros."""
+
+    width: int
+    stride: int
+    """Number of elements from one block of outputs to the next."""
+
+
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -92,7 +102,7 @@ class _Functions:
         self.rotate_storing = find("rotate_storing", *[_POINTER] * 7, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2)
         self.store_kv = find("store_kv", *[_POINTER] * 2, *[_SIZE] * 7)
         is_there = hasattr(library, f"baton_linear_{suffix}")
-        self.linear = find("linear", *[_POINTER] * 4, *[_SIZE] * 7) if is_there else None
+        self.linear = find("linear", *[_POINTER] * 4, *[_SIZE] * 8) if is_there else None
 
 
 class Library:
@@ -266,9 +276,7 @@ class Library:
         """Return whether this CPU has the instructions of ``linear``."""
         return self._functions[torch.bfloat16].linear is not None
 
-    def linear(
-        self, x: Tensor, address: int, num_outputs: int, block_stride: int, bias: Tensor | None = None
-    ) -> Tensor:
+    def linear(self, x: Tensor, address: int, num_outputs: int, blocks: Blocks, bias: Tensor | None = None) -> Tensor:
         """Return x [R, inputs] @ weight.T + bias in bf16, for up to MOST_ROWS rows. linear.h describes the weight."""
         function = self._functions_for(x, *() if bias is None else (bias,)).linear
         assert function is not None, "there is no such function for this CPU and dtype"
@@ -278,8 +286,10 @@ class Library:
         assert x.stride(1) == 1, f"strides {x.stride()}"
         out = x.new_empty(num_rows, num_outputs)
         pointers = (x.data_ptr(), address, None if bias is None else bias.data_ptr(), out.data_ptr())
-        given = (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), block_stride)
-        self._share(function, given, -(-num_outputs // BLOCK), BLOCK * num_inputs * num_rows, _LEAST_SHARED_PRODUCTS)
+        assert blocks.width in BLOCK_WIDTHS, f"blocks have {blocks.width} outputs"
+        given = (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), *blocks)
+        num_parts, size = -(-num_outputs // _OUTPUTS), _OUTPUTS * num_inputs * num_rows
+        self._share(function, given, num_parts, size, _LEAST_SHARED_PRODUCTS)
         return out
 
     def _norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor) -> None:

@@ -7,25 +7,36 @@
 
 namespace {
 
-constexpr int64_t kOutputs = 64;       // Outputs per block of the weight.
+constexpr int64_t kOutputs = 64;       // Outputs per call of add_products.
 constexpr int64_t kParts = kOutputs / kLanes;
 constexpr int64_t kMostTogether = 6;   // Rows whose sums fit into registers.
 constexpr int64_t kDepth = 512;        // Inputs whose weights stay in the cache until all rows have met them.
 constexpr int64_t kMostRows = 64;
 
-// Add products with the inputs of a block to the sums of Rows rows.
+// Weights of kOutputs outputs: of each half of the outputs, pairs of inputs that are `pair_stride` elements apart.
+struct Outputs {
+  const Element *first, *second;
+  int64_t pair_stride;
+};
+
+// Add products with some inputs, from `begin`, to the sums of Rows rows.
 template <int64_t Rows>
-void add_products(const Element* x, int64_t stride, const Element* weight, int64_t num_inputs, float* sums) {
+void add_products(const Element* x, int64_t stride, const Outputs& weight, int64_t begin, int64_t num_inputs,
+                  float* sums) {
   __m512 sum[Rows][kParts];
   for (int64_t row = 0; row < Rows; ++row)
     for (int64_t v = 0; v < kParts; ++v) sum[row][v] = _mm512_loadu_ps(sums + row * kOutputs + v * kLanes);
-  for (int64_t i = 0; i < num_inputs; i += 2) {
+  const Element* first = weight.first + begin / 2 * weight.pair_stride;
+  const Element* second = weight.second + begin / 2 * weight.pair_stride;
+  for (int64_t i = 0; i < num_inputs; i += 2, first += weight.pair_stride, second += weight.pair_stride) {
     __m512bh weights[kParts];
-    for (int64_t v = 0; v < kParts; ++v)
-      weights[v] = (__m512bh)_mm512_loadu_si512(weight + i * kOutputs + v * kPairs);
+    for (int64_t v = 0; v < kParts / 2; ++v) {
+      weights[v] = (__m512bh)_mm512_loadu_si512(first + v * kPairs);
+      weights[kParts / 2 + v] = (__m512bh)_mm512_loadu_si512(second + v * kPairs);
+    }
     for (int64_t row = 0; row < Rows; ++row) {
       int32_t pair;
-      std::memcpy(&pair, x + row * stride + i, sizeof pair);
+      std::memcpy(&pair, x + row * stride + begin + i, sizeof pair);
       for (int64_t v = 0; v < kParts; ++v)
         sum[row][v] = _mm512_dpbf16_ps(sum[row][v], weights[v], (__m512bh)_mm512_set1_epi32(pair));
     }
@@ -37,25 +48,35 @@ void add_products(const Element* x, int64_t stride, const Element* weight, int64
 constexpr decltype(&add_products<1>) kAddProducts[] = {add_products<1>, add_products<2>, add_products<3>,
                                                        add_products<4>, add_products<5>, add_products<6>};
 
+// Return the weights of outputs from `first` on, of which there are `num_outputs` in total. Where there is no second
+// half, its products are not used.
+Outputs outputs_from(int64_t first, const Element* weight, int64_t num_outputs, int64_t width, int64_t block_stride) {
+  const Element* block = weight + first / width * block_stride;
+  if (width == kOutputs) return {block, block + kOutputs, 2 * width};
+  return {block, first + width < num_outputs ? block + block_stride : block, 2 * width};
+}
+
 }  // namespace
 
-// Compute blocks begin to end of x [num_rows, num_inputs] @ weight.T + bias, or without a bias if it is null. Blocks of
-// the weight are [inputs / 2, kOutputs, 2]: pairs of inputs side by side, as the instruction takes them. They are
-// `block_stride` elements apart, and outputs beyond num_outputs are zeros. num_inputs is even.
+// Compute x [num_rows, num_inputs] @ weight.T + bias, or without a bias if it is null, for outputs 64 * begin to
+// 64 * end. Blocks of the weight are [inputs / 2, width, 2], where width is 32 or 64: pairs of inputs side by side, as
+// the instruction takes them. They are `block_stride` elements apart, and outputs beyond num_outputs are zeros.
+// num_inputs is even.
 extern "C" void EXPORT(linear)(const Element* x, const Element* weight, const Element* bias, Element* out,
                                int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int64_t x_stride,
-                               int64_t block_stride, int64_t begin, int64_t end) {
+                               int64_t width, int64_t block_stride, int64_t begin, int64_t end) {
   float sums[kMostRows * kOutputs];
   const int64_t num_groups = round_up(num_rows, kMostTogether) / kMostTogether;
-  for (int64_t block = begin; block < end; ++block) {
+  for (int64_t first = begin * kOutputs; first < end * kOutputs; first += kOutputs) {
+    const Outputs weights = outputs_from(first, weight, num_outputs, width, block_stride);
     std::fill(sums, sums + num_rows * kOutputs, 0.0f);
     for (int64_t i = 0; i < num_inputs; i += kDepth)
       for (int64_t group = 0; group < num_groups; ++group) {
         const int64_t row = num_rows * group / num_groups, next = num_rows * (group + 1) / num_groups;
-        kAddProducts[next - row - 1](x + row * x_stride + i, x_stride, weight + block * block_stride + i * kOutputs,
-                                     std::min(kDepth, num_inputs - i), sums + row * kOutputs);
+        kAddProducts[next - row - 1](x + row * x_stride, x_stride, weights, i, std::min(kDepth, num_inputs - i),
+                                     sums + row * kOutputs);
       }
-    const int64_t first = block * kOutputs, size = std::min(kOutputs, num_outputs - first);
+    const int64_t size = std::min(kOutputs, num_outputs - first);
     for (int64_t row = 0; row < num_rows; ++row)
       for (int64_t j = 0; j < size; ++j)
         set(out[row * num_outputs + first + j], sums[row * kOutputs + j] + (bias ? as_float(bias[first + j]) : 0.0f));

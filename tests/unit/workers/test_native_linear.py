@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from cluster.compilation import CannotCompileError
 from tests.fakes.checkpoints import make_checkpoint
@@ -14,8 +15,8 @@ from workers.device import CPU
 from workers.engine import native_kernels
 from workers.engine.native_kernels import use_native_products
 from workers.engine.weights import load_model
-from workers.layers.matmul import PackedMatrix, packed
-from workers.native.library import MOST_ROWS, Library
+from workers.layers.matmul import PackedMatrix, _find_blocks, packed
+from workers.native.library import BLOCK_WIDTHS, MOST_ROWS, Library
 
 pytestmark = [
     pytest.mark.native,
@@ -44,6 +45,13 @@ def pack(weight: torch.Tensor) -> PackedMatrix:
     return matrix
 
 
+def in_blocks(weight: torch.Tensor, width: int, depth: int) -> torch.Tensor:
+    """Return a weight in blocks of ``width`` outputs, with as many zeros as fill them and ``depth`` inputs."""
+    num_outputs, num_inputs = weight.shape
+    whole = functional.pad(weight, (0, depth - num_inputs, 0, -num_outputs % width))
+    return whole.view(-1, width, depth // 2, 2).transpose(1, 2).flatten()
+
+
 @given(
     num_rows=st.integers(0, MOST_ROWS),
     num_outputs=st.integers(1, 300),
@@ -51,14 +59,29 @@ def pack(weight: torch.Tensor) -> PackedMatrix:
     gap=st.integers(0, 5),
     has_bias=st.booleans(),
     seed=st.integers(0, 2**30),
+    width=st.sampled_from([*BLOCK_WIDTHS, None]),
 )
 def test_products(
-    library: Library, num_rows: int, num_outputs: int, num_pairs: int, gap: int, has_bias: bool, seed: int
+    library: Library,
+    num_rows: int,
+    num_outputs: int,
+    num_pairs: int,
+    gap: int,
+    has_bias: bool,
+    seed: int,
+    width: int | None,
 ) -> None:
+    """Multiply by a weight in the layout that oneDNN chooses on this CPU, or as it does on others."""
     weight, x = draw(seed, num_outputs, 2 * num_pairs), draw(seed + 1, num_rows, 2 * num_pairs + gap)[:, gap:]
     bias = draw(seed + 2, num_outputs) if has_bias else None
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    product = pack(weight).multiply_few(library, x, bias)
+    matrix = pack(weight)
+    if width is not None:
+        memory = in_blocks(weight, width, 2 * num_pairs + 2 * (seed % 3))
+        matrix.address, matrix.blocks = memory.data_ptr(), _find_blocks(memory, weight)
+        assert matrix.blocks is not None
+        assert matrix.blocks.stride * -(-num_outputs // matrix.blocks.width) == len(memory)
+    product = matrix.multiply_few(library, x, bias)
     assert product.shape == (num_rows, num_outputs)
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=num_pairs * 1e-6)
 
@@ -75,11 +98,11 @@ def test_a_layout_is_known_only_if_it_is_the_expected_one(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = draw(3, *shape)
-    assert (pack(weight).block_stride is None) == (shape[1] % 2 == 1)
+    assert (pack(weight).blocks is None) == (shape[1] % 2 == 1)
     reorder = torch.ops.mkldnn._reorder_linear_weight
     # As if oneDNN stored rows in another order.
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda plain: reorder(plain.flip(0)))
-    assert pack(weight).block_stride is None
+    assert pack(weight).blocks is None
 
 
 @pytest.mark.parametrize("most", [0, 4, MOST_ROWS])
