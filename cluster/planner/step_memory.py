@@ -70,11 +70,8 @@ def _layer_bytes(
     # A rank that gathers other shards' tokens computes less of the width, but holds all tokens and their sums.
     gathered = 2 * hidden * (pool.parallel.dp - 1)
     dense = gathered + cost.dense_width / tp + (hidden if cost.experts_per_token else 0)
-    widest = num_tokens * itemsize * max(dense, 2 * hidden)
-    return (
-        max(attention, widest, _expert_bytes(config, pool, model, cost, num_tokens))
-        + num_tokens * 2 * hidden * itemsize
-    )
+    row, experts = num_tokens * itemsize, _expert_bytes(config, pool, model, cost, num_tokens)
+    return max(attention, row * dense, row * 2 * hidden, experts) + row * 2 * hidden
 
 
 def _form_bytes(form: AttentionForm, num_tokens: int, tp: int, itemsize: int) -> FormBytes:
@@ -105,11 +102,9 @@ def _expert_bytes(config: DeployConfig, pool: Pool, model: ModelFacts, cost: Lay
     per_token = cost.experts_per_token
     if not per_token:
         return 0.0
-    hidden, itemsize, shards = (
-        model.config.hidden_size,
-        DTYPE_BYTES[model.dtype],
-        _num_shards(pool.parallel, model.config),
-    )
+    hidden, itemsize = model.config.hidden_size, DTYPE_BYTES[model.dtype]
+    has_all = pool.parallel.dp == 1 and num_tokens == pool.chunk_tokens  # then every rank computes all tokens
+    shards = 1 if has_all else _num_shards(pool.parallel, model.config)
     inner = cost.routed_width / (3 * per_token * moe_tp_size(pool.parallel))
     tokens = num_tokens * shards
     received = tokens * hidden * itemsize * (shards > 1)
