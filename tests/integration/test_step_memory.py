@@ -89,6 +89,8 @@ PASS_Q = BF16_CP._replace(mode="ring", passing="pass_q")
 SHORT_EXTENDS = Step(extend_len=64, prefix_len=512, num_requests=128)
 """Short extends of long prefixes, which meet latents as stored, with wider queries than those of expanded keys."""
 
+SHORT_PASS_Q = SHORT_EXTENDS._replace(cp=2, mode="ring", passing="pass_q")
+
 
 def check(folder: Path, family: str, sizes: dict[str, Any], step: Step) -> None:
     """Run a step in a process per rank, with as few pages as possible, and compare the fullest rank with the plan."""
@@ -155,6 +157,9 @@ def test_short_prompts(tmp_path: Path, family: str, sizes: dict[str, Any], step:
         ("deepseek_v3", WIDE, Step(dtype=torch.bfloat16, prefix_len=3 * CHUNK)),
         ("deepseek_v3", WIDE, BF16_CP._replace(dtype=torch.float32)),
         ("deepseek_v3", WIDE, SHORT_EXTENDS._replace(dtype=torch.bfloat16, cp=2)),
+        ("deepseek_v3", WIDE, SHORT_PASS_Q._replace(dtype=torch.bfloat16)),
+        ("deepseek_v3", WIDE, SHORT_PASS_Q),
+        ("deepseek_v32", WIDE, SHORT_PASS_Q._replace(prefix_len=448)),
         ("deepseek_v32", WIDE, Step(256, 256, 32, torch.bfloat16)),
         ("qwen3_moe", EXPERTS, Step()),
         ("qwen3_moe", EXPERTS, Step(dtype=torch.bfloat16)),
