@@ -88,7 +88,6 @@ PASS_KV = BF16_CP._replace(mode="ring", passing="pass_kv")
 PASS_Q = BF16_CP._replace(mode="ring", passing="pass_q")
 SHORT_EXTENDS = Step(extend_len=64, prefix_len=512, num_requests=128)
 """Short extends of long prefixes, which meet latents as stored, with wider queries than those of expanded keys."""
-
 SHORT_PASS_Q = SHORT_EXTENDS._replace(cp=2, mode="ring", passing="pass_q")
 
 
