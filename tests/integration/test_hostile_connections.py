@@ -1,5 +1,6 @@
 """Raw connections to both HTTP services: what a client without a key can cost, and how it is refused."""
 
+import asyncio
 import json
 import resource
 import socket
@@ -193,12 +194,24 @@ def test_a_client_that_does_not_read_is_disconnected(router: Service, monkeypatc
     assert router.is_well()
 
 
+def limit_sent_bytes(protocol: type[BoundedHttpProtocol], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernel take few bytes per connection. By default, it takes as many as earlier connections sent fast."""
+    made = protocol.connection_made
+
+    def connection_made(self: BoundedHttpProtocol, transport: asyncio.BaseTransport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        made(self, transport)
+
+    monkeypatch.setattr(protocol, "connection_made", connection_made)
+
+
 @pytest.mark.parametrize("header", ["connection: close", "a: b"])
 def test_a_client_that_never_reads_the_end_is_disconnected(
     router: Service, monkeypatch: pytest.MonkeyPatch, header: str
 ) -> None:
-    """The kernel takes most of the response; what it leaves is too little to pause the application."""
+    """The kernel takes a part of the response; what it leaves is too little to pause the application."""
     monkeypatch.setattr(router.protocol, "read_s", 0.3)
+    limit_sent_bytes(router.protocol, monkeypatch)
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)

@@ -45,7 +45,7 @@ class ModelShape:
     expand_flops: int = 0
     """FLOPs per key in one layer that a rank spends to expand a stored key. 0 if keys are used as stored."""
     stored_pair_flops: int = 0
-    """FLOPs per (query, key) pair if a layer that can expand keys uses them as stored."""
+    """FLOPs per (query, key) pair if a layer uses keys as stored."""
     windows: tuple[tuple[int, int], ...] = ()
     """Sliding windows in tokens, ascending, each with its number of layers. All other layers have no window."""
     top_k: int | None = None
