@@ -348,5 +348,9 @@ def test_a_prompt_that_is_pinned_before_it_is_computed_is_found_in_host_memory_a
         again = ask(cluster, LONG)
         assert (again.token_ids, again.cached) == (first.token_ids, CachedTokens(total=all_tokens, host=all_tokens))
         assert pin(cluster, is_pinned=False) == 0
+        deadline_s = time.monotonic() + 60
         cluster.flush(Tier.DEVICE, Tier.HOST)
-        assert ask(cluster, LONG).cached.total == 0
+        while ask(cluster, LONG).cached.total:
+            # The request before may still have held its pages.
+            assert time.monotonic() < deadline_s, "the unpinned prompt stays in host memory"
+            cluster.flush(Tier.DEVICE, Tier.HOST)
