@@ -12,7 +12,8 @@ from cluster.spec.ranks import moe_tp_size
 from workers.attention.limits import MOST_CAPTURED_SCORES
 from workers.context_parallel.shard_plan import dummy_request, make_step_shape
 from workers.expert_parallel.dispatch_cost import CHOICE_BYTES
-from workers.layers.config import FEW_CHOICES, Activations, AttentionForm
+from workers.layers.attention_config import Activations, AttentionForm
+from workers.layers.config import FEW_CHOICES
 from workers.models.interface import DecoderConfig, LayerCost
 
 _PAGE_ID_BYTES = 8

@@ -13,7 +13,7 @@ from workers.attention.interface import AttentionBackend
 from workers.engine.captures import Capture
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
-from workers.layers.config import LatentAttentionConfig
+from workers.layers.attention_config import LatentAttentionConfig
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore, exchange_at_start

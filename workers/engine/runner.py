@@ -26,7 +26,7 @@ from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.rank_groups import RankGroups
 from workers.engine.sampler import begin_sample, draw
 from workers.engine.step_context import CpExchange, StepContext
-from workers.layers.config import LatentAttentionConfig
+from workers.layers.attention_config import LatentAttentionConfig
 from workers.memory.copy import warm_up_copies
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import OnStored, PagePool

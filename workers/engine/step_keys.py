@@ -15,7 +15,7 @@ from workers.attention.merge import Partial
 from workers.attention.runs import Run, sees_any
 from workers.engine.batch import StepPages
 from workers.layers.attention import Expand
-from workers.layers.config import MOST_EXPANDED
+from workers.layers.attention_config import MOST_EXPANDED
 from workers.memory.page_pool import PagePool
 
 

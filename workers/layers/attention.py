@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from workers.attention.interface import AttentionParams, AttentionShape
 from workers.attention.selection import IndexQueries
 from workers.kernels.elementwise import KvSlots, elementwise_kernels
-from workers.layers.config import AttentionConfig, RopeConfig
+from workers.layers.attention_config import AttentionConfig
+from workers.layers.config import RopeConfig
 from workers.layers.linear import RMSNorm
 from workers.layers.projections import Projections
 from workers.layers.shard import even_shard, kv_head_shard

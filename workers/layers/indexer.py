@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from workers.attention.selection import IndexQueries
 from workers.layers.attention import Rotation, in_pairs
-from workers.layers.config import IndexerConfig, LatentAttentionConfig
+from workers.layers.attention_config import IndexerConfig, LatentAttentionConfig
 from workers.layers.linear import LayerNorm, ReplicatedLinear
 
 _EPS = 1e-6

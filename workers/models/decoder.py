@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from workers.device import Device
 from workers.layers.attention import Attention, AttentionContext, RotaryEmbedding, Rotation, take
-from workers.layers.config import LatentAttentionConfig, MoeConfig
+from workers.layers.attention_config import LatentAttentionConfig
+from workers.layers.config import MoeConfig
 from workers.layers.feed_forward import Experts, GatedMLP, MoeBlock
 from workers.layers.latent_attention import LatentAttention
 from workers.layers.linear import Embedding, LinearLayer, RMSNorm

@@ -6,14 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from workers.layers.config import (
-    FeedForwardConfig,
-    IndexerConfig,
-    LatentAttentionConfig,
-    MlpConfig,
-    MoeConfig,
-    RouterConfig,
-)
+from workers.layers.attention_config import IndexerConfig, LatentAttentionConfig
+from workers.layers.config import FeedForwardConfig, MlpConfig, MoeConfig, RouterConfig
 from workers.models.hf_config import HfConfig, read_decoder
 from workers.models.interface import DecoderConfig, UnsupportedModelError
 

@@ -7,15 +7,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from cluster.spec.kv import FULL_ATTENTION, SLIDING_ATTENTION
-from workers.layers.config import (
-    AnyAttentionConfig,
-    AttentionConfig,
-    FeedForwardConfig,
-    MlpConfig,
-    MoeConfig,
-    RopeConfig,
-    RopeType,
-)
+from workers.layers.attention_config import AnyAttentionConfig, AttentionConfig
+from workers.layers.config import FeedForwardConfig, MlpConfig, MoeConfig, RopeConfig, RopeType
 from workers.models.interface import DecoderConfig, Dtype, UnsupportedModelError
 from workers.quant.interface import UnsupportedFormatError, WeightFormat
 from workers.quant.registry import read_weight_format

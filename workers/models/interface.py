@@ -20,14 +20,8 @@ from cluster.spec.linear_shards import LinearShards
 from cluster.spec.strategy import MoeDispatch
 from workers.context_parallel.cost_model import ModelShape
 from workers.expert_parallel.dispatch_cost import BlockShape, ExpertExchange
-from workers.layers.config import (
-    AnyAttentionConfig,
-    AttentionForm,
-    FeedForwardConfig,
-    LatentAttentionConfig,
-    MoeConfig,
-    RopeConfig,
-)
+from workers.layers.attention_config import AnyAttentionConfig, AttentionForm, LatentAttentionConfig
+from workers.layers.config import FeedForwardConfig, MoeConfig, RopeConfig
 from workers.quant.interface import WeightFormat
 from workers.quant.plain import PlainFormat
 

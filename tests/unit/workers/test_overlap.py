@@ -21,7 +21,7 @@ from workers.engine.attention_context import make_context
 from workers.engine.batch import build_step_batch
 from workers.engine.step_context import CpExchange, StepContext
 from workers.layers.attention import Attention, RotaryEmbedding
-from workers.layers.config import AttentionConfig
+from workers.layers.attention_config import AttentionConfig
 from workers.layers.projections import Projections
 from workers.models.registry import parse_model_config
 from workers.parallel.collectives import Communicator

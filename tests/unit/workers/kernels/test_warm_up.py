@@ -30,7 +30,7 @@ from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
 from workers.kernels import copy_pages, sampling
 from workers.kernels.attention import Blocks, blocks_for
-from workers.layers.config import LatentAttentionConfig
+from workers.layers.attention_config import LatentAttentionConfig
 from workers.memory.page_pool import PagePool
 from workers.parallel.collectives import Communicator
 
