@@ -8,7 +8,7 @@ from cluster.spec.config import AnyParallel, DecodeConfig, DeployConfig, Device,
 from cluster.spec.decode_graphs import batch_sizes, captures_decode
 from cluster.spec.kv import DTYPE_BYTES, pages_for
 from cluster.spec.memory import GIB
-from cluster.spec.ranks import moe_tp_size
+from cluster.spec.ranks import moe_tp_size, num_expert_shards
 from workers.attention.limits import MOST_CAPTURED_SCORES
 from workers.context_parallel.shard_plan import dummy_request, make_step_shape
 from workers.expert_parallel.dispatch_cost import CHOICE_BYTES
@@ -156,4 +156,4 @@ def _answers_width(config: DecoderConfig) -> int:
 
 def _num_shards(parallel: AnyParallel, config: DecoderConfig) -> int:
     """Return the number of attention shards whose tokens are gathered for one feed-forward block."""
-    return parallel.dp * parallel.cp // parallel.moe_dp if config.experts_per_token else parallel.dp
+    return num_expert_shards(parallel) if config.experts_per_token else parallel.dp

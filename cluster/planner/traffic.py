@@ -58,7 +58,7 @@ def traffic_plan(config: DeployConfig, model: ModelFacts) -> TrafficPlan:
         context_bytes=round(_context_bytes(config, shards, shape)),
         attention_bytes=round(tp_rows.tp_reduced * sums),
         mlp_bytes=round(mlp_bytes * sum(cost.dense > 0 for cost in decoder.layer_costs) / decoder.num_layers),
-        expert_bytes=round(experts.num_bytes * shape.expert_share) if experts else 0,
+        expert_bytes=round((experts.num_bytes + experts.tp_bytes) * shape.expert_share) if experts else 0,
         dispatch=experts.dispatch if experts else None,
         projection_bytes=shape.weight_bytes,
     )

@@ -115,6 +115,11 @@ def moe_tp_size(parallel: AnyParallel) -> int:
     return size
 
 
+def num_expert_shards(parallel: AnyParallel) -> int:
+    """Return the number of attention shards whose ranks together hold one copy of the experts: dp*cp / moe_dp."""
+    return parallel.dp * parallel.cp // parallel.moe_dp
+
+
 def positions(parallel: AnyParallel) -> list[Position]:
     """Return the positions of all ranks, by global rank; requires legal axes."""
     sizes = sizes_of(parallel)

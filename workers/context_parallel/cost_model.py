@@ -187,8 +187,7 @@ def _experts_s(plan: ShardPlan, shape: ModelShape, rates: Rates) -> float:
 
 def dispatch_s(traffic: ExpertTraffic, rates: Rates) -> tuple[float, float]:
     """Return the fixed time of an exchange of tokens, and the time that its bytes take, without those of TP ranks."""
-    num_bytes = traffic.num_bytes - traffic.tp_bytes
-    return traffic.num_collectives * rates.exchange_s, num_bytes / rates.exchange_bytes_per_s
+    return traffic.num_collectives * rates.exchange_s, traffic.num_bytes / rates.exchange_bytes_per_s
 
 
 def _attention_s(work: _Work, shape: ModelShape, rates: Rates) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.spec.config import AnyParallel
-from cluster.spec.ranks import moe_tp_size
+from cluster.spec.ranks import moe_tp_size, num_expert_shards
 from cluster.spec.strategy import MoeDispatch
 
 FEW_TOKENS = 4096
@@ -32,7 +32,7 @@ class BlockShape:
     @classmethod
     def of(cls, parallel: AnyParallel, top_k: int, reach: float) -> "BlockShape":
         return cls(
-            shards=parallel.dp * parallel.cp // parallel.moe_dp,
+            shards=num_expert_shards(parallel),
             tp=parallel.tp,
             ep=parallel.ep,
             moe_tp=moe_tp_size(parallel),
@@ -63,11 +63,11 @@ class ExpertTraffic(NamedTuple):
 
     dispatch: MoeDispatch
     num_bytes: float
-    """Bytes that the busiest rank receives."""
+    """Bytes that the busiest rank receives, besides ``tp_bytes``."""
     tp_bytes: float
-    """Part of ``num_bytes`` that all-reduces over TP ranks take."""
+    """Bytes that it receives in all-reduces over TP ranks."""
     num_collectives: int
-    """Number of other collectives, which run one after another."""
+    """Number of collectives, besides those all-reduces. They run one after another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class ExpertExchange:
         routed_bytes = self.row_bytes + block.top_k * CHOICE_BYTES
         tp_bytes = factor * rows.tp_reduced * self.sum_bytes
         num_bytes = rows.routed * routed_bytes + rows.returned * self.row_bytes + rows.reduced * self.sum_bytes
-        return ExpertTraffic(dispatch, factor * num_bytes + tp_bytes, tp_bytes, num_collectives)
+        return ExpertTraffic(dispatch, factor * num_bytes, tp_bytes, num_collectives)
 
 
 def choose_dispatch(

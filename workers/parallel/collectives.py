@@ -17,7 +17,7 @@ from torch import Tensor
 from cluster.spec.config import AnyParallel, ParallelConfig
 from cluster.spec.errors import PeerLostError
 from cluster.spec.linear_shards import LinearShards
-from cluster.spec.ranks import Position, moe_tp_size, positions, stage_layers
+from cluster.spec.ranks import Position, moe_tp_size, num_expert_shards, positions, stage_layers
 from cluster.spec.strategy import MoeDispatch
 
 SUM_BYTES = 4
@@ -351,7 +351,7 @@ class ModelGroups:
     @property
     def expert_shards(self) -> range:
         """Return the attention shards in ``moe_shards``, numbered dp * cp_size + cp."""
-        num = self.parallel.dp * self.parallel.cp // self.parallel.moe_dp
+        num = num_expert_shards(self.parallel)
         return range(self.position.moe_dp * num, (self.position.moe_dp + 1) * num)
 
     @property

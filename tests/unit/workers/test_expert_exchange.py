@@ -12,8 +12,9 @@ from cluster.spec.ranks import axis_problems
 from cluster.spec.strategy import MoeDispatch, Strategy, StrategySetting
 from tests.fakes.steps import requests_of
 from tests.fakes.thread_layout import on_thread_layout
+from tests.unit.workers.test_cost_model import RATES, SHAPE
 from workers.context_parallel.chunk_sizes import even_chunk
-from workers.context_parallel.cost_model import ModelShape, Rates, estimate_step_s
+from workers.context_parallel.cost_model import ModelShape, estimate_step_s
 from workers.context_parallel.shard_plan import make_shard_plan
 from workers.context_parallel.strategy_chooser import StrategyChooser
 from workers.expert_parallel.dispatch_cost import BlockShape, ExpertExchange, ExpertTraffic
@@ -32,7 +33,6 @@ LAYOUTS = [
     for moe_dp in {1, cp}
     if not axis_problems(layout := ParallelConfig(dp=dp, cp=cp, tp=tp, ep=ep, moe_dp=moe_dp), "")
 ]
-RATES = Rates()
 
 
 def exchange(parallel: ParallelConfig, dispatch: MoeDispatch = MoeDispatch.AUTO, top_k: int = 2) -> ExpertExchange:
@@ -47,18 +47,7 @@ def exchange(parallel: ParallelConfig, dispatch: MoeDispatch = MoeDispatch.AUTO,
 
 
 def shape_with(experts: ExpertExchange | None) -> ModelShape:
-    return ModelShape(
-        num_layers=8,
-        linear_flops=6_300_000,
-        kv_flops=524_288,
-        attention_flops=2048,
-        kv_row_bytes=1024,
-        q_row_bytes=1024,
-        partial_row_bytes=2048,
-        expert_flops=4_700_000,
-        expert_share=1.0,
-        experts=experts,
-    )
+    return dataclasses.replace(SHAPE, expert_flops=4_700_000, expert_share=1.0, experts=experts)
 
 
 STEPS = [
