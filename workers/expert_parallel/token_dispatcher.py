@@ -34,16 +34,22 @@ class RoutedTokens(NamedTuple):
 
     def packed(self) -> Tensor:
         """Return one row of bytes per token, so that one collective moves all fields."""
-        return torch.cat([part.contiguous().view(torch.uint8) for part in self], dim=1)
+        fields = zip(self, self._widths, strict=True)
+        # Flattened first, since a column without rows may have a stride with which torch does not view it as bytes.
+        return torch.cat([part.flatten().view(torch.uint8).view(len(part), width) for part, width in fields], dim=1)
 
     def unpack(self, rows: Tensor) -> "RoutedTokens":
         """Unpack tokens from other ranks. Their shape and dtypes must match this object's."""
-        widths = [part.shape[1] * part.element_size() for part in self]
         hidden, experts, weights = (
             columns.contiguous().view(part.dtype)
-            for columns, part in zip(torch.split(rows, widths, dim=1), self, strict=True)
+            for columns, part in zip(torch.split(rows, self._widths, dim=1), self, strict=True)
         )
         return RoutedTokens(hidden, experts, weights)
+
+    @property
+    def _widths(self) -> list[int]:
+        """Bytes of each field in a row."""
+        return [part.shape[1] * part.element_size() for part in self]
 
 
 def order_by_expert(experts: Tensor, first: int, num_local: int) -> tuple[Tensor, list[int]]:

@@ -18,6 +18,7 @@ from cluster.spec.ranks import axis_problems
 from cluster.spec.strategy import MoeDispatch
 from tests.fakes.thread_layout import on_thread_layout
 from workers.expert_parallel.dispatch_cost import BlockShape, cheaper_dispatch
+from workers.expert_parallel.token_dispatcher import RoutedTokens
 from workers.layers.config import MoeConfig
 from workers.layers.feed_forward import ExpertRouter, GatedMLP, MoeBlock
 from workers.parallel.collectives import ModelGroups
@@ -182,6 +183,17 @@ def test_a_dense_mlp_is_divided_over_dp_and_tp(parallel: ParallelConfig, lens: A
         blocks = check(dense, parallel, step_of(parallel, lens), MoeDispatch.AUTO)
         width = -(-WIDTH // (parallel.dp * parallel.tp))
         assert {block.down.weight.shape[1] for block in blocks} == {width}
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_tokens_are_packed_and_unpacked(num_tokens: int, top_k: int) -> None:
+    scores = torch.rand(num_tokens, top_k)
+    experts = torch.arange(num_tokens * top_k, dtype=torch.int32).view(num_tokens, top_k)
+    # A product of one column without rows has stride 0, which torch does not view as bytes.
+    tokens = RoutedTokens(torch.rand(num_tokens, HIDDEN, dtype=torch.bfloat16), experts, scores * 2.5)
+    for part, found in zip(tokens, tokens.unpack(tokens.packed()), strict=True):
+        assert torch.equal(part, found)
 
 
 @pytest.mark.parametrize("dispatch", [MoeDispatch.GATHER, MoeDispatch.ALL_TO_ALL])
