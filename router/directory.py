@@ -115,7 +115,7 @@ class Directory:
         """Return the size of a replica's KV pool in tokens; None before its first heartbeat."""
         known = self._known.get((peer.replica, peer.incarnation))
         pages = known.entry.load.total_pages if known is not None else 0
-        return pages * known.entry.leader.layout.page_size if known is not None and pages else None
+        return known.entry.leader.layout.tokens_in(pages) if known is not None and pages else None
 
     @property
     def pool_tokens(self) -> int | None:
@@ -126,8 +126,8 @@ class Directory:
         entries = {role: self._usable_entries(role) for role in Role}
         peers = {role: [_peer(entry) for entry in found] for role, found in entries.items()}
         all_entries = chain.from_iterable(entries.values())
-        pages = ((entry, entry.load.total_pages // entry.leader.sizes.dp) for entry in all_entries)
-        tokens = (num_pages * entry.leader.layout.page_size for entry, num_pages in pages)
+        pages = ((entry.leader, entry.load.total_pages // entry.leader.sizes.dp) for entry in all_entries)
+        tokens = (leader.layout.tokens_in(num_pages) for leader, num_pages in pages)
         missing = [role for role, found in peers.items() if not found]
         return _Usable(peers, missing, min(filter(None, tokens), default=None))
 

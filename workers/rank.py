@@ -157,8 +157,7 @@ def _open_attention(spec: WorkerSpec, model: DecoderModel, geometry: KvGeometry)
 
 def _pool_layout(spec: WorkerSpec, geometry: KvGeometry, memory_gib: float) -> PoolLayout:
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
-    num_tokens = layout.num_pages // layout.num_lifetimes * layout.page_size
-    _log.info("KV pool: %d pages, %d tokens", layout.num_pages, num_tokens)
+    _log.info("KV pool: %d pages, %d tokens", layout.num_pages, layout.tokens_in(layout.num_pages))
     return layout
 
 

@@ -92,8 +92,7 @@ def memory_wanted(config: DeployConfig, model: ModelFacts, num_tokens: int) -> f
 
 def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
     layout = min(_layouts(config, pool, model), key=lambda layout: layout.num_pages)
-    # While a prompt is computed, it holds a separate list of pages for each lifetime.
-    tokens_per_worker = layout.num_pages // layout.num_lifetimes * layout.page_size
+    tokens_per_worker = layout.tokens_in(layout.num_pages)
     tokens_per_request = tokens_per_worker * pool.num_owners
     return RoleKv(
         page_bytes=layout.page_bytes,

@@ -184,6 +184,10 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bytes that a lifetime's groups take in one of its pages."""
         return sum(group.num_bytes for group in self.groups if group.lifetime == lifetime)
 
+    def tokens_in(self, num_pages: int) -> int:
+        """Return the length of the prompt that this many pages hold. It needs a page of each lifetime."""
+        return num_pages // self.num_lifetimes * self.page_size
+
     @property
     def pool_bytes(self) -> int:
         """Bytes of the pool, including the null page."""

@@ -124,6 +124,14 @@ def test_a_request_has_the_pages_of_one_dp_rank() -> None:
     assert directory.pool_tokens_of(DECODE) == 32
 
 
+def test_a_request_has_a_list_of_pages_for_each_lifetime() -> None:
+    entry = entry_of(DECODE, total_pages=9)
+    record = replace(entry.leader, layout=replace(entry.leader.layout, num_lifetimes=2))
+    directory = Directory(grace_s=3.0)
+    directory.update(table_of(replace(entry, ranks=(record,))), 0.0)
+    assert directory.pool_tokens == directory.pool_tokens_of(DECODE) == 16
+
+
 def test_capacity_is_that_of_the_smallest_usable_pool() -> None:
     directory = Directory(grace_s=3.0)
     assert directory.pool_tokens is None
