@@ -57,6 +57,8 @@ EXPERTS: dict[str, Any] = {
 }
 WIDE: dict[str, Any] = {**LATENT, "intermediate_size": 1024, "num_attention_heads": 32, "num_key_value_heads": 32}
 """Sizes with which attention takes more memory than MLPs."""
+INDEXED: dict[str, Any] = {**LATENT, "intermediate_size": 1024, "index_n_heads": 32, "index_head_dim": 128}
+"""Sizes with which an indexer's queries take as much memory as attention."""
 
 
 class Step(NamedTuple):
@@ -67,6 +69,7 @@ class Step(NamedTuple):
     num_requests: int = 1
     dtype: torch.dtype = torch.float32
     cp: int = 1
+    tp: int = 1
     ep: int = 1
     mode: str = "gather"
     passing: str | None = None
@@ -78,7 +81,7 @@ class Step(NamedTuple):
             "chunk_tokens": self.extend_len * self.num_requests,
             "strategy": "zigzag",
             "mode": self.mode,
-            "parallel": {"cp": self.cp, "ep": self.ep},
+            "parallel": {"cp": self.cp, "tp": self.tp, "ep": self.ep},
         }
         return settings | ({"passing": self.passing} if self.passing else {})
 
@@ -105,7 +108,8 @@ def check(folder: Path, family: str, sizes: dict[str, Any], step: Step) -> None:
     config = DeployConfig.model_validate(settings)
     memory = kv_plan(config, facts_of(config, path)).roles[Role.PREFILL].host
     planned_step, planned_held = memory.activations * GIB, (memory.total - memory.activations) * GIB
-    ranks, slack = _measure(path, settings, step), SLACK + (step.cp > 1) * CONNECTIONS
+    ranks = _measure(path, settings, step)
+    slack = SLACK + (len(ranks) > 1) * CONNECTIONS
     for rank in ranks:
         assert 0 <= rank["held"] - planned_held < slack, (rank, planned_held)
     assert planned_step == pytest.approx(max(rank["step"] for rank in ranks), rel=TOLERANCE), ranks
@@ -116,7 +120,7 @@ def _measure(folder: Path, settings: dict[str, Any], step: Step) -> list[dict[st
     given: dict[str, Any] = {"folder": str(folder), "settings": settings, "store": "", "passing": step.passing}
     given |= {"num_requests": step.num_requests, "extend_len": step.extend_len, "prefix_len": step.prefix_len}
     try:
-        for rank in range(step.cp):
+        for rank in range(step.cp * step.tp):
             command = [sys.executable, "-m", "tests.fakes.measured_step", json.dumps({**given, "rank": rank})]
             processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
             if not rank:
@@ -135,7 +139,7 @@ def _measure(folder: Path, settings: dict[str, Any], step: Step) -> list[dict[st
     [
         ("llama", SIZES, Step()),
         ("llama", GROUPED, BF16_CP),
-        ("deepseek_v32", WIDE, Step()),
+        ("deepseek_v32", INDEXED, Step(dtype=torch.bfloat16, prefix_len=CHUNK)),
         ("deepseek_v3", WIDE, SHORT_EXTENDS),
         ("qwen3_moe", EXPERTS, Step(cp=2, ep=2)),
     ],
@@ -159,7 +163,10 @@ def test_short_prompts(tmp_path: Path, family: str, sizes: dict[str, Any], step:
         ("deepseek_v3", WIDE, SHORT_PASS_Q._replace(dtype=torch.bfloat16)),
         ("deepseek_v3", WIDE, SHORT_PASS_Q),
         ("deepseek_v32", WIDE, SHORT_PASS_Q._replace(prefix_len=448)),
+        ("deepseek_v32", WIDE, SHORT_EXTENDS._replace(prefix_len=448, cp=2, dtype=torch.bfloat16)),
         ("deepseek_v32", WIDE, Step(256, 256, 32, torch.bfloat16)),
+        ("deepseek_v32", WIDE, Step(dtype=torch.bfloat16, prefix_len=CHUNK, tp=2)),
+        ("deepseek_v32", INDEXED, Step(prefix_len=CHUNK)),
         ("qwen3_moe", EXPERTS, Step()),
         ("qwen3_moe", EXPERTS, Step(dtype=torch.bfloat16)),
         ("qwen3_moe", EXPERTS, Step(cp=2, dispatch="gather")),
@@ -173,7 +180,16 @@ def test_ranks_and_dtypes(tmp_path: Path, family: str, sizes: dict[str, Any], st
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("deepseek_v3", LATENT), ("deepseek_v32", LATENT), ("deepseek_v32", WIDE)]
+    ("family", "sizes", "dtype"),
+    [
+        ("deepseek_v3", LATENT, torch.float32),
+        ("deepseek_v32", LATENT, torch.float32),
+        ("deepseek_v32", WIDE, torch.float32),
+        ("deepseek_v32", WIDE, torch.bfloat16),
+        ("glm_moe_dsa", {**WIDE, "indexer_types": ["full", "shared", "shared"]}, torch.bfloat16),
+    ],
 )
-def test_the_last_chunk_of_a_long_prompt(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
-    check(tmp_path, family, sizes, Step(prefix_len=LONG - CHUNK))
+def test_the_last_chunk_of_a_long_prompt(
+    tmp_path: Path, family: str, sizes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    check(tmp_path, family, sizes, Step(prefix_len=LONG - CHUNK, dtype=dtype))

@@ -12,8 +12,8 @@ from workers.attention.interface import AttentionParams, GraphAttention, GraphSh
 from workers.attention.limits import MOST_SELECTED
 from workers.attention.merge import Partial, empty_partial, unwritten_partial
 from workers.attention.runs import Piece, Run, paged_pieces, row_pieces
-from workers.attention.selection import NO_KEY, Chosen, IndexQueries
-from workers.attention.torch_selection import TorchSelection, trimmed
+from workers.attention.selection import Chosen, IndexQueries
+from workers.attention.torch_selection import TorchSelection, counted
 from workers.native.compile import Compiler
 from workers.native.library import MOST_INDEX_HEADS, NUM_ITEM_FIELDS, Library
 
@@ -69,9 +69,9 @@ class NativeAttention(TorchSelection):
         value = key[..., : out.out.shape[-1]]
         step = max(MOST_SELECTED // selected.shape[1], 1)
         for first in range(0, len(query), step):
-            numbers = trimmed(selected[first : first + step])
+            numbers, num_keys = counted(selected[first : first + step])
             entries = offsets.index_select(0, numbers.clamp(min=0).flatten())
-            num_keys, rows = (numbers != NO_KEY).sum(-1), torch.arange(len(numbers))
+            rows = torch.arange(len(numbers))
             items = torch.zeros(len(numbers), NUM_ITEM_FIELDS, dtype=torch.int64)
             items[:, 0], items[:, 1], items[:, 2] = first + rows, 1, rows * numbers.shape[1]
             items[:, 4], items[:, 5], items[:, 6] = num_keys, num_keys - 1, 1

@@ -58,7 +58,7 @@ class TorchSelection:
         step = max(MOST_SELECTED // max(selected.shape[1] * query.shape[-1], 1), 1)
         for first in range(0, len(query), step):
             mine = slice(first, first + step)
-            numbers = trimmed(selected[mine]).long()
+            numbers = counted(selected[mine])[0].long()
             is_seen, numbers = numbers != NO_KEY, numbers.clamp(min=0)
             rows = keys[:, 0][table[numbers // page_size], numbers % page_size].float()
             # A slot that no query sees may hold NaN, which no weight can hide.
@@ -94,9 +94,10 @@ class RunByRun:
         return result
 
 
-def trimmed(selected: Tensor) -> Tensor:
-    """Drop the columns of ``selected [queries, n]`` that no query needs."""
-    return selected[:, : int((selected != NO_KEY).sum(-1).amax())]
+def counted(selected: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``selected [queries, n]`` without the columns that no query needs, and the number of each query's keys."""
+    num_keys = (selected != NO_KEY).sum(-1)
+    return selected[:, : int(num_keys.amax())], num_keys
 
 
 def _tiles(keys: Tensor, table: Tensor, num_keys: int, most_keys: int) -> Iterator[tuple[int, Tensor]]:

@@ -1,6 +1,5 @@
 """Indexer of DeepSeek Sparse Attention, which scores keys for a query. See ``IndexerConfig``."""
 
-import torch
 from torch import Tensor, nn
 
 from workers.attention.selection import IndexQueries
@@ -33,11 +32,12 @@ class Indexer(nn.Module):
         """Return the queries of hidden states ``x [n, hidden]``. ``low_rank [n, query_rank]`` is their normalized
         projection, from which the queries of attention follow, too.
         """
+        weights = self.weights_proj(x) * self._factor
         heads = self.wq_b(low_rank).view(len(x), self._config.num_heads, self._config.head_dim)
-        return IndexQueries(self._rotated(heads, rotation), self.weights_proj(x) * self._factor)
+        return IndexQueries(self._rotated(heads, rotation), weights)
 
     def _rotated(self, heads: Tensor, rotation: Rotation) -> Tensor:
-        """Rotate the first part of ``heads [n, heads, head_dim]``."""
-        turned, plain = heads.split_with_sizes((self._rope_dim, self._config.head_dim - self._rope_dim), -1)
-        turned = in_pairs(turned) if self._config.is_interleaved else turned.contiguous()
-        return torch.cat((rotation.apply(turned), plain), dim=-1)
+        """Rotate the first part of ``heads [n, heads, head_dim]`` in place, and return all of it."""
+        turned = heads[..., : self._rope_dim]
+        turned.copy_(rotation.apply(in_pairs(turned) if self._config.is_interleaved else turned))
+        return heads
