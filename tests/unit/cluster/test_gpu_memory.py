@@ -53,6 +53,22 @@ DEEPSEEK_V32 = {
     "index_topk": 2048,
     "vocab_size": 129280,
 }
+GLM_DSA = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "dtype": "bfloat16",
+    "hidden_size": 6144,
+    "index_topk": 2048,
+    "indexer_types": [*["full"] * 3, *["shared", "shared", "shared", "full"] * 18, *["shared"] * 3],
+    "intermediate_size": 12288,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 1 << 20,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "vocab_size": 154880,
+}
 QWEN3_30B = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "dtype": "bfloat16",
@@ -316,6 +332,7 @@ def test_a_gpu_computes_all_experts_at_once(
         ("h200-1x8-moe", QWEN3_30B, 107, 110),
         ("h200-2x8-ring", LLAMA_3_8B, 106.6, 121),
         ("h200-4x8-dsa", DEEPSEEK_V32, 27, 21.1),
+        ("h200-4x8-glm", GLM_DSA, 18, 70.6),
     ],
 )
 def test_committed_topologies_hold_their_models(
