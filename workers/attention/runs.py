@@ -22,6 +22,17 @@ class Run:
     def last_position(self) -> int:
         return self.first_position + (self.count - 1) * self.step
 
+    @property
+    def num_pairs(self) -> int:
+        """Return the number of (query, key) pairs, in which the query at position p sees the keys at 0..p."""
+        return self.count * (self.first_position + 1) + self.step * (self.count * (self.count - 1) // 2)
+
+    def pairs_beyond(self, most_keys: int) -> int:
+        """Return the number of pairs that fall away if a query uses at most ``most_keys`` of the keys that it sees."""
+        num_full = max(0, -((self.first_position - most_keys) // self.step))
+        count, first_beyond = max(0, self.count - num_full), self.first_position + num_full * self.step - most_keys + 1
+        return count * first_beyond + self.step * (count * (count - 1) // 2)
+
 
 RankRuns = tuple[Run, ...]
 

@@ -86,13 +86,13 @@ def _prefill(shape: BenchShape, device: torch.device, *, num_tokens: int, prefix
     params = AttentionParams(shape.head_dim**-0.5)
     kv = params.key_and_value(pool.layer_view(0))
     query = random(device, num_tokens, shape.heads, shape.head_dim)
-    step = TritonAttention().prepare([Run(0, prefix_len, num_tokens, 1)], [table], PAGE_SIZE)
+    run = Run(0, prefix_len, num_tokens, 1)
+    step = TritonAttention().prepare([run], [table], PAGE_SIZE)
     key, value = random(device, 2, 1, total, shape.kv_heads, shape.head_dim)
-    pairs = num_tokens * prefix_len + num_tokens * (num_tokens + 1) / 2
     return KernelCase(
         f"prefill {num_tokens}" + (f" after {prefix_len}" if prefix_len else ""),
         Limit.FLOPS,
-        4.0 * shape.heads * shape.head_dim * pairs,
+        4.0 * shape.heads * shape.head_dim * run.num_pairs,
         lambda: step.attend(query, *kv, params),
         _attention_peers([(query[None], key, value)], is_causal=True),
     )

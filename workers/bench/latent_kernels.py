@@ -39,18 +39,17 @@ def latent_cases(shape: LatentShape, sizes: Sizes, device: torch.device) -> Iter
 
 def _expanded(shape: LatentShape, num_tokens: int, device: torch.device) -> KernelCase:
     query, key = (random(device, num_tokens, shape.heads, shape.plain_dim + shape.rope_dim) for _ in range(2))
-    value, run = random(device, num_tokens, shape.heads, shape.value_dim), [Run(0, 0, num_tokens, 1)]
-    step = TritonAttention().prepare_rows(run, run)
+    value, run = random(device, num_tokens, shape.heads, shape.value_dim), Run(0, 0, num_tokens, 1)
+    step = TritonAttention().prepare_rows([run], [run])
 
     def in_torch() -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=_SCALE)
 
-    pairs = num_tokens * (num_tokens + 1) / 2
     return KernelCase(
         f"expanded prefill {num_tokens}",
         Limit.FLOPS,
-        2.0 * shape.heads * (shape.plain_dim + shape.rope_dim + shape.value_dim) * pairs,
+        2.0 * shape.heads * (shape.plain_dim + shape.rope_dim + shape.value_dim) * run.num_pairs,
         lambda: step.attend(query, key, value, AttentionParams(_SCALE)),
         {"torch": in_torch},
     )
@@ -60,12 +59,12 @@ def _stored(shape: LatentShape, sizes: Sizes, device: torch.device) -> KernelCas
     num_tokens, prefix_len = sizes.chunk_len, sizes.prefix_len
     keys, table = _pages(prefix_len + num_tokens, shape.stored_dim, device)
     query, params = random(device, num_tokens, shape.heads, shape.stored_dim), _params(shape)
-    step = TritonAttention().prepare([Run(0, prefix_len, num_tokens, 1)], [table], PAGE_SIZE)
-    pairs = num_tokens * prefix_len + num_tokens * (num_tokens + 1) / 2
+    run = Run(0, prefix_len, num_tokens, 1)
+    step = TritonAttention().prepare([run], [table], PAGE_SIZE)
     return KernelCase(
         f"stored prefill {num_tokens} after {prefix_len}",
         Limit.FLOPS,
-        shape.pair_flops * pairs,
+        shape.pair_flops * run.num_pairs,
         lambda: step.attend(query, *params.key_and_value([keys]), params),
     )
 

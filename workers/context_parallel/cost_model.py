@@ -1,4 +1,4 @@
-"""Estimates of step times under a shard plan, the choice of the fastest strategy, and chunk sizes of equal duration.
+"""Estimates of step times under a shard plan.
 
 An estimate is a fixed part plus, for each layer, the slowest rank's linear and attention work, the rows it stores and
 merges, the all-reduces of its TP group, and the part of the CP exchange that no work hides. Ranks synchronize in every
@@ -9,7 +9,6 @@ exchange. No torch, no I/O.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from operator import add
 from typing import NamedTuple
 
 from cluster.spec.strategy import Passing
@@ -71,7 +70,7 @@ class ModelShape:
 
     def selects(self, plan: ShardPlan) -> bool:
         """Return whether a query of the step sees more keys than it may use."""
-        return self.top_k is not None and max(map(add, plan.prefix_lens, plan.extend_lens), default=0) > self.top_k
+        return self.top_k is not None and plan.most_keys > self.top_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +105,7 @@ def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: P
     ``passing`` says whether keys or queries travel if KV is divided among the ranks. None if each rank has all KV.
     """
     exchanged = list(received_bytes(plan, shape, passing))
-    works = [_work(plan, runs, shape, rates, passing) for runs in plan.runs[: 1 if plan.is_replicated else plan.cp]]
+    works = [_work(plan, runs, shape, rates, passing) for runs in plan.distinct_runs]
     compute_s = max(_rank_s(work, shape, rates) for work in works)
     hideable_s = compute_s / len(exchanged) if exchanged else 0.0
     layer_s = compute_s + sum(_exposed_s(num_bytes, hideable_s, rates) for num_bytes in exchanged)
@@ -119,29 +118,17 @@ def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: P
     return rates.step_s + (shape.num_layers - 1) * layer_s + last_s + join_s
 
 
-def attended_pairs(run: Run) -> int:
-    """Return the number of (query, key) pairs of a run, in which the query at position p sees the keys at 0..p."""
-    return run.count * (run.first_position + 1) + run.step * (run.count * (run.count - 1) // 2)
-
-
 def computed_pairs(run: Run) -> int:
-    """Return ``attended_pairs`` plus the pairs that kernels compute needlessly in partly visible tiles.
+    """Return a run's pairs, plus those that kernels compute needlessly in partly visible tiles.
 
     A run of step n has n triangles, one for each class of keys by position modulo n.
     """
-    return attended_pairs(run) + run.step * (run.count * (min(run.count, TILE) - 1) // 2)
+    return run.num_pairs + run.step * (run.count * (min(run.count, TILE) - 1) // 2)
 
 
 def skipped_pairs(run: Run, window: int) -> int:
     """Return the number of pairs that a window saves: those outside it, except in tiles that are partly inside."""
-    return max(0, outside_pairs(run, window) - run.step * (run.count * (min(run.count, TILE) - 1) // 2))
-
-
-def outside_pairs(run: Run, most_keys: int) -> int:
-    """Return the number of pairs that fall away if a query uses at most ``most_keys`` of the keys that it sees."""
-    num_full = max(0, -((run.first_position - most_keys) // run.step))
-    count, first_outside = max(0, run.count - num_full), run.first_position + num_full * run.step - most_keys + 1
-    return count * first_outside + run.step * (count * (count - 1) // 2)
+    return max(0, run.pairs_beyond(window) - run.step * (run.count * (min(run.count, TILE) - 1) // 2))
 
 
 class _Work(NamedTuple):
@@ -198,16 +185,18 @@ def _attention_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
 
 
 def _expand_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
-    """Return the time to expand keys, or to use them as stored if that takes less time.
+    """Return the time to expand keys, or the additional time to use them as stored.
 
-    With keys as stored, each token's own projections take as long as the expansion of a key. They are part of the
-    linear work.
+    Layers choose the form with fewer FLOPs. With keys as stored, each token's own projections take as long as the
+    expansion of a key. They are part of the linear work.
     """
     if not shape.expand_flops:
         return 0.0
-    expand_s = (work.keys - work.tokens) * shape.expand_flops / rates.linear_flops_per_s
-    stored_s = work.pairs * (shape.stored_pair_flops - shape.attention_flops) / rates.attention_flops_per_s
-    return max(0.0, min(expand_s, stored_s))
+    expand_flops = (work.keys - work.tokens) * shape.expand_flops
+    stored_flops = work.pairs * (shape.stored_pair_flops - shape.attention_flops)
+    if stored_flops > expand_flops:
+        return expand_flops / rates.linear_flops_per_s
+    return max(0.0, stored_flops / rates.attention_flops_per_s)
 
 
 def _kv_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
@@ -225,10 +214,10 @@ def _with_selection(work: _Work, plan: ShardPlan, runs: RankRuns, top_k: int, pa
     """Return the work of a step that selects keys. With pass-Q, ranks share the keys instead of the queries."""
     share = 1.0
     if passing is Passing.PASS_Q:
-        runs = tuple(chain.from_iterable(plan.runs[: 1 if plan.is_replicated else plan.cp]))
+        runs = tuple(chain.from_iterable(plan.distinct_runs))
         share = 1 / plan.cp
-    scored = sum(map(attended_pairs, runs))
-    selected = scored - sum(outside_pairs(run, top_k) for run in runs)
+    scored = sum(run.num_pairs for run in runs)
+    selected = scored - sum(run.pairs_beyond(top_k) for run in runs)
     return work._replace(pairs=share * selected, scored_pairs=share * scored)
 
 
@@ -239,7 +228,7 @@ def _work_of_all_keys(
     skipped = sum(num_layers * skipped_pairs(run, window) for window, num_layers in shape.windows for run in runs)
     pairs = all_pairs - skipped / shape.num_layers
     prefix, has_prefix, num_runs = sum(plan.prefix_lens), any(plan.prefix_lens), len(runs)
-    keys = sum(plan.prefix_lens[request] + plan.extend_lens[request] for request in {run.request for run in runs})
+    keys = plan.num_keys(runs)
     if passing is None:
         if plan.is_replicated or not rates.hidden_share:
             return _Work(tokens, keys, pairs, sum(run.step for run in runs), 1, plan.num_tokens)
@@ -250,7 +239,7 @@ def _work_of_all_keys(
         return _Work(tokens, keys, pairs, num_runs * plan.cp, plan.cp, stored + prefix / plan.cp)
     own_prefix_pairs = sum(run.count * plan.prefix_lens[run.request] for run in runs)
     prefix_pairs = sum(new * old for new, old in zip(plan.extend_lens, plan.prefix_lens, strict=True))
-    num_new = 1 if plan.is_replicated else plan.cp
+    num_new = len(plan.distinct_runs)
     # Every rank computes attention of all ranks' queries over its part of the prefix, one call per request.
     calls = num_runs * num_new + len(plan.extend_lens) * has_prefix
     partials = num_new + plan.cp * has_prefix

@@ -5,10 +5,11 @@ or adjacent runs, which the plan drops or joins. Nothing else in the engine depe
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -23,25 +24,24 @@ from workers.attention.runs import RankRuns, Run, coalesce
 Split = Callable[[Sequence[int], Sequence[int], int], list[list[Run]]]
 
 
+def whole_runs(extend_lens: Sequence[int], prefix_lens: Sequence[int]) -> list[Run]:
+    """Return one run with all extend tokens of each request."""
+    lens = zip(extend_lens, prefix_lens, strict=True)
+    return [Run(request, prefix, length, 1) for request, (length, prefix) in enumerate(lens)]
+
+
 def none(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> list[list[Run]]:
-    everything = [
-        Run(request, prefix, length, 1)
-        for request, (length, prefix) in enumerate(zip(extend_lens, prefix_lens, strict=True))
-    ]
-    return [everything] * cp
+    return [whole_runs(extend_lens, prefix_lens)] * cp
 
 
 def whole_request(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> list[list[Run]]:
     """Assign entire requests, heaviest first, each to the rank with the fewest (query, key) pairs so far."""
-    work = [
-        length * prefix + length * (length + 1) // 2 for length, prefix in zip(extend_lens, prefix_lens, strict=True)
-    ]
     loads = [(0, cp_rank) for cp_rank in range(cp)]
     ranks: list[list[Run]] = [[] for _ in range(cp)]
-    for request in sorted(range(len(work)), key=lambda request: -work[request]):
+    for run in sorted(whole_runs(extend_lens, prefix_lens), key=lambda run: -run.num_pairs):
         load, cp_rank = loads[0]
-        heapq.heapreplace(loads, (load + work[request], cp_rank))
-        ranks[cp_rank].append(Run(request, prefix_lens[request], extend_lens[request], 1))
+        heapq.heapreplace(loads, (load + run.num_pairs, cp_rank))
+        ranks[cp_rank].append(run)
     return [sorted(runs, key=lambda run: run.request) for runs in ranks]
 
 
@@ -121,9 +121,23 @@ class ShardPlan:
         """Return whether every rank computes every token, so that no collective is needed."""
         return self.cp == 1 or self.strategy is Strategy.NONE
 
+    @property
+    def distinct_runs(self) -> tuple[RankRuns, ...]:
+        """Return the runs of the ranks that compute different tokens: of all ranks, or of one."""
+        return self.runs[:1] if self.is_replicated else self.runs
+
     @cached_property
     def num_tokens(self) -> int:
         return sum(self.extend_lens)
+
+    @cached_property
+    def most_keys(self) -> int:
+        """Return the maximum number of keys that a query of the step sees, on any rank."""
+        return max(map(add, self.prefix_lens, self.extend_lens), default=0)
+
+    def num_keys(self, runs: Iterable[Run]) -> int:
+        """Return the number of all keys of the requests that have runs."""
+        return sum(self.prefix_lens[request] + self.extend_lens[request] for request in {run.request for run in runs})
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -210,7 +224,7 @@ def plan_shards(scheduled: Sequence[ScheduledRequest], strategy: Strategy, cp: i
 
 
 def shape_of_plan(plan: ShardPlan, scheduled: Sequence[ScheduledRequest], passing: Passing | None) -> StepShape:
-    shards = plan.runs[:1] if plan.is_replicated else plan.runs
+    shards = plan.distinct_runs
     lens = last_layer_lens = plan.lens[: len(shards)]
     if passing is not Passing.PASS_Q and not any(request.scored_ids for request in scheduled):
         # In the last layer, only tokens to sample have queries.

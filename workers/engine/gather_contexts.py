@@ -63,8 +63,7 @@ class PagedContext(GatherContext):
     @cached_property
     def _expanded(self) -> tuple[list[PrefixKeys], list[tuple[int, RowKeys]]]:
         """Cached keys by lifetime, and new keys by rank."""
-        shards = self.batch.shards
-        return self.prefix_keys(), self.keys_by_rank(range(1 if shards.is_replicated else shards.cp))
+        return self.prefix_keys(), self.keys_by_rank(range(len(self.batch.shards.distinct_runs)))
 
     def kv_slots(self, layer: int) -> KvSlots | None:
         slots = self.batch.pages[self.pool.lifetime_of(layer)].slots

@@ -17,6 +17,7 @@ from workers.attention.merge import Partial, empty_partial, merge_in_turn
 from workers.attention.runs import RankRuns, Run
 from workers.attention.selection import NO_KEY, Chosen, IndexQueries, are_among_best
 from workers.context_parallel.exchange import HomewardPartials, gather_rows
+from workers.context_parallel.shard_plan import whole_runs
 from workers.device import device_of
 from workers.engine.batch import StepBatch
 from workers.engine.joined_blocks import JoinedBlocks
@@ -119,11 +120,7 @@ class PassQContext(StepContext):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
         shards = batch.shards
-        everything = [
-            Run(request, prefix_len, extend_len, 1)
-            for request, (prefix_len, extend_len) in enumerate(zip(shards.prefix_lens, shards.extend_lens, strict=True))
-        ]
-        self._everything = everything
+        self._everything = everything = whole_runs(shards.extend_lens, shards.prefix_lens)
         self._has_prefix = any(shards.prefix_lens)
         self._prefix = PrefixKeys(backend, everything, batch.pages[0], batch.page_size, batch.own_prefix_lens)
         device = device_of(batch.token_ids)
@@ -141,7 +138,7 @@ class PassQContext(StepContext):
     @cached_property
     def work(self) -> AttentionWork:
         """Return an average over the ranks, which must agree on the width of the queries that they pass."""
-        ranks = self.batch.shards.runs[: 1 if self.batch.shards.is_replicated else None]
+        ranks = self.batch.shards.distinct_runs
         whole = work_of(list(chain.from_iterable(ranks)), self.batch)
         return AttentionWork(whole.num_queries // len(ranks), whole.num_keys, whole.num_pairs // len(ranks))
 

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from operator import add
 
 from torch import Tensor
 
@@ -12,7 +11,6 @@ from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial, merge_in_turn, with_sinks
 from workers.attention.runs import Run, sees_any
 from workers.attention.selection import IndexQueries
-from workers.context_parallel.cost_model import attended_pairs
 from workers.context_parallel.exchange import Ring, RowGather, gather_rows
 from workers.device import device_of
 from workers.engine.batch import StepBatch
@@ -75,8 +73,7 @@ class StepContext(AttentionContext, ABC):
 
     @cached_property
     def most_keys(self) -> int:
-        shards = self.batch.shards
-        return max(map(add, shards.prefix_lens, shards.extend_lens), default=0)
+        return self.batch.shards.most_keys
 
     @property
     def num_selecting(self) -> int:
@@ -162,9 +159,8 @@ class StepContext(AttentionContext, ABC):
 
 def work_of(runs: Sequence[Run], batch: StepBatch) -> AttentionWork:
     """Return the size of attention of queries in ``runs`` to all keys of their requests."""
-    shards, asking = batch.shards, {run.request for run in runs}
     return AttentionWork(
         num_queries=sum(run.count for run in runs),
-        num_keys=sum(shards.prefix_lens[request] + shards.extend_lens[request] for request in asking),
-        num_pairs=sum(attended_pairs(run) for run in runs),
+        num_keys=batch.shards.num_keys(runs),
+        num_pairs=sum(run.num_pairs for run in runs),
     )

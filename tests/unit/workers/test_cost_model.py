@@ -12,7 +12,7 @@ from tests.fakes.steps import requests_of
 from workers.attention.runs import Run
 from workers.context_parallel import cost_model, strategy_chooser
 from workers.context_parallel.chunk_sizes import even_chunk
-from workers.context_parallel.cost_model import TILE, ModelShape, Rates, attended_pairs, computed_pairs, estimate_step_s
+from workers.context_parallel.cost_model import TILE, ModelShape, Rates, computed_pairs, estimate_step_s
 from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan, make_step_shape
 from workers.context_parallel.strategy_chooser import MIN_GAIN, StrategyChoice, StrategyChooser, undivided
 
@@ -48,17 +48,17 @@ def choose(scheduled: list[ScheduledRequest], cp: int) -> StrategyChoice:
 
 @given(st.integers(0, 50), st.integers(1, 2 * TILE), st.integers(1, 5))
 def test_a_triangle_smaller_than_a_tile_costs_a_square(first: int, count: int, step: int) -> None:
-    in_vain = computed_pairs(Run(0, first, count, step)) - attended_pairs(Run(0, first, count, step))
+    in_vain = computed_pairs(Run(0, first, count, step)) - Run(0, first, count, step).num_pairs
     assert 0 <= in_vain <= step * count * TILE / 2
     if step == 1 and first == 0 and count <= TILE:
-        assert attended_pairs(Run(0, 0, count, 1)) + in_vain == count * count
+        assert Run(0, 0, count, 1).num_pairs + in_vain == count * count
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(1, 5), st.integers(1, 99))
 def test_pairs_are_counted_query_by_query(first: int, count: int, step: int, window: int) -> None:
     run, seen = Run(0, first, count, step), [first + index * step + 1 for index in range(count)]
-    assert attended_pairs(run) == sum(seen)
-    outside, in_vain = sum(max(0, keys - window) for keys in seen), computed_pairs(run) - attended_pairs(run)
+    assert run.num_pairs == sum(seen)
+    outside, in_vain = sum(max(0, keys - window) for keys in seen), computed_pairs(run) - run.num_pairs
     assert cost_model.skipped_pairs(run, window) == max(0, outside - in_vain)
 
 
@@ -102,17 +102,25 @@ def test_more_tokens_never_take_less_time(
     assert estimate(strategy, extends, prefixes, cp, passing=passing) * slack + run_of_its_own_s >= before_s
 
 
-@pytest.mark.parametrize(("new", "is_expanded"), [(1, False), (2, False), (200, True)])
-def test_keys_are_expanded_if_that_takes_less_time(new: int, is_expanded: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "new", "tokens", "is_expanded"),
+    [
+        (Strategy.NONE, 1, 1, False),
+        (Strategy.NONE, 100, 100, False),  # takes longer, but needs fewer FLOPs
+        (Strategy.NONE, 200, 200, True),
+        (Strategy.ZIGZAG, 400, 200, True),
+    ],
+)
+def test_keys_are_expanded_if_that_takes_fewer_flops(
+    strategy: Strategy, new: int, tokens: int, is_expanded: bool
+) -> None:
     """Every rank expands all keys that its queries see, except as many as the linear work already counts."""
     shape = dataclasses.replace(SHAPE, expand_flops=10**6, stored_pair_flops=4 * SHAPE.attention_flops)
-    for strategy, tokens in {Strategy.NONE: new, Strategy.ZIGZAG: new / 2}.items():
-        added_s = estimate(strategy, [new], [1000], 2, shape=shape) - estimate(strategy, [new], [1000], 2)
-        expand_s = (1000 + new - tokens) * 1e6 / RATES.linear_flops_per_s
-        if is_expanded:
-            assert added_s == pytest.approx((SHAPE.num_layers - 1) * expand_s)
-        else:
-            assert 0 < added_s < (SHAPE.num_layers - 1) * expand_s / 2
+    added_s = estimate(strategy, [new], [1000], 2, shape=shape) - estimate(strategy, [new], [1000], 2)
+    expand_s = (1000 + new - tokens) * 1e6 / RATES.linear_flops_per_s
+    stored_flops = 3 * SHAPE.attention_flops * computed_pairs(Run(0, 1000, new, 1))
+    stored_s = stored_flops / RATES.attention_flops_per_s
+    assert added_s == pytest.approx((SHAPE.num_layers - 1) * (expand_s if is_expanded else stored_s))
 
 
 SELECTING = dataclasses.replace(SHAPE, top_k=1000, stored_pair_flops=3 * SHAPE.attention_flops, index_flops=300)
@@ -122,7 +130,7 @@ SELECTING = dataclasses.replace(SHAPE, top_k=1000, stored_pair_flops=3 * SHAPE.a
 def test_selected_pairs_are_counted_query_by_query(first: int, count: int, step: int, top_k: int) -> None:
     run = Run(0, first, count, step)
     used = [min(first + index * step + 1, top_k) for index in range(count)]
-    assert attended_pairs(run) - cost_model.outside_pairs(run, top_k) == sum(used)
+    assert run.num_pairs - run.pairs_beyond(top_k) == sum(used)
 
 
 @given(st.sampled_from(Strategy), PASSINGS, st.integers(1, 5), st.integers(1, 1000))
