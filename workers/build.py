@@ -104,7 +104,7 @@ def _make_decode_leader(
         clock=read_clock(),
     )
     scheduler = StepScheduler(allocator, limits, undivided, tiers=tiers)
-    return DecodeLeader(settings, scheduler, allocator, rank.step_recorder.recorder, tiers)
+    return DecodeLeader(settings, scheduler, rank.step_recorder.recorder)
 
 
 def _make_prefill_leader(
@@ -138,7 +138,7 @@ def _make_prefill_leader(
     )
     chunk = even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens, spec.sizes.pp)
     scheduler = StepScheduler(allocator, limits, choose, chunk, tiers=tiers)
-    return PrefillLeader(settings, scheduler, allocator, rank.step_recorder.recorder, tiers)
+    return PrefillLeader(settings, scheduler, rank.step_recorder.recorder)
 
 
 def make_tier_worker(

@@ -134,7 +134,7 @@ def _make_decode_leader(
         settle_s=shape.settle_s,
     )
     scheduler = StepScheduler(allocator, _limits(env, records[0]), undivided, tiers=tiers)
-    return DecodeLeader(settings, scheduler, allocator, tiers=tiers)
+    return DecodeLeader(settings, scheduler)
 
 
 def _make_prefill_leader(
@@ -152,4 +152,4 @@ def _make_prefill_leader(
         settle_s=env.shape.settle_s,
     )
     scheduler = StepScheduler(allocator, _limits(env, own[0]), choose, tiers=tiers)
-    return PrefillLeader(settings, scheduler, allocator, tiers=tiers)
+    return PrefillLeader(settings, scheduler)

@@ -37,8 +37,8 @@ class LeaderPair:
         self.prefill_peer, self.decode_peer = (
             _peer(first) for first in (self._prefill_records[0], self._decode_record)
         )
-        self.prefill = PrefillLeader(self._prefill_settings(), steps[Role.PREFILL], self.allocators[Role.PREFILL])
-        self.decode = DecodeLeader(self._decode_settings(), steps[Role.DECODE], self.allocators[Role.DECODE])
+        self.prefill = PrefillLeader(self._prefill_settings(), steps[Role.PREFILL])
+        self.decode = DecodeLeader(self._decode_settings(), steps[Role.DECODE])
         self.leaders: dict[Role, PrefillLeader | DecodeLeader] = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
         for leader in self.leaders.values():
             leader.on_message(self.table(), 0.0)

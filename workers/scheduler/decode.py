@@ -23,9 +23,8 @@ from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Accepted, Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
 from transfer.receiver import FailureKind, PageChecks, ReceiverSession, ReceiverState
-from workers.cache.page_allocator import PageAllocator, live_pages
+from workers.cache.page_allocator import live_pages
 from workers.context_parallel.shard_plan import idle_plan
-from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import (
     MOVES,
@@ -47,18 +46,11 @@ from workers.trace.recorder import Recorder
 class DecodeLeader(DpLeader):
     """Decode leader of one DP rank."""
 
-    def __init__(
-        self,
-        settings: DecodeSettings,
-        scheduler: StepScheduler,
-        allocator: PageAllocator,
-        recorder: Recorder | None = None,
-        tiers: Tiers | None = None,
-    ) -> None:
-        super().__init__(settings.me, scheduler, allocator, recorder, tiers)
+    def __init__(self, settings: DecodeSettings, scheduler: StepScheduler, recorder: Recorder | None = None) -> None:
+        super().__init__(settings.me, scheduler, recorder)
         self._settings = settings
         self._requests: dict[Room, DecodeRequest] = {}
-        self._queue = DecodeQueue(allocator, scheduler, settings.page_size, tiers)
+        self._queue = DecodeQueue(scheduler)
         self._received_pages: list[int] = []
         """Received pages that no plan has announced yet."""
         self._newest_step = 0
@@ -156,7 +148,7 @@ class DecodeLeader(DpLeader):
         if submit.decode.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
-        page_size = self._settings.page_size
+        page_size = self._scheduler.page_size
         num_pages = pages_for(len(submit.prompt_ids), page_size)
         request = DecodeRequest(
             submit,
@@ -191,7 +183,7 @@ class DecodeLeader(DpLeader):
                 self._send_ticket(request, request.submit.prefill)
             else:
                 self._move(request, DecodeState.RUNNING, "pages")
-                self._schedule(request, request.num_held_pages * self._settings.page_size)
+                self._schedule(request, request.num_held_pages * self._scheduler.page_size)
 
     def _send_ticket(self, request: DecodeRequest, prefill: Peer) -> None:
         session = request.session = receiver_session(self._settings, request, prefill)
@@ -266,7 +258,7 @@ class DecodeLeader(DpLeader):
         self._checks.forget(request.room)
         self._move(request, DecodeState.RUNNING, "checked" if session.digests else "result and all done")
         if self.tiers:
-            self.tiers.note_received(request.prompt_keys(self._settings.page_size))
+            self.tiers.note_received(request.prompt_keys(self._scheduler.page_size))
         self._received_pages += live_pages(request.new_pages)
         request.tokens = [*submit.prompt_ids, *result.token_ids]
         self._schedule(request, len(submit.prompt_ids))

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import NO_PAGE, pages_for
-from workers.cache.page_allocator import Demand, PageAllocator, PageLists, live_pages
-from workers.hicache.tiers import Tiers
+from workers.cache.page_allocator import Demand, PageLists, live_pages
 from workers.scheduler.decode_request import DecodeRequest
 from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.shares import Shares, Turns
@@ -42,13 +41,9 @@ class DecodeQueue:
     until their pages are read from storage.
     """
 
-    def __init__(
-        self, allocator: PageAllocator, scheduler: StepScheduler, page_size: int, tiers: Tiers | None = None
-    ) -> None:
-        self._allocator = allocator
+    def __init__(self, scheduler: StepScheduler) -> None:
         self._scheduler = scheduler
-        self._page_size = page_size
-        self._tiers = tiers
+        self._allocator, self._tiers, self._page_size = scheduler.allocator, scheduler.tiers, scheduler.page_size
         self._fetching: dict[Room, DecodeRequest] = {}
         self._promised: dict[Room, int] = {}
         """Number of pages reserved for each request that waits in the step scheduler."""

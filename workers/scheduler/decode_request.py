@@ -63,10 +63,6 @@ class DecodeSettings:
     clock: ClockReading = SAME_MACHINE
 
     @property
-    def page_size(self) -> int:
-        return self.records[0].layout.page_size
-
-    @property
     def page_bytes(self) -> list[int]:
         """Return the bytes per page by lifetime, summed over the DP rank. Ranks with the same heads count only once."""
         own = [record.layout for record in self.records if record.coords.dp == self.dp_rank]

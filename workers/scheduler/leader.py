@@ -25,8 +25,7 @@ from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import FlushCache, PinPages, Tier, TierJobResult, UseStorage
-from workers.cache.page_allocator import PageAllocator, live_pages
-from workers.hicache.tiers import Tiers
+from workers.cache.page_allocator import live_pages
 from workers.scheduler.page_reporter import PageReporter
 from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.step_scheduler import StepScheduler
@@ -46,14 +45,7 @@ class DpLeader(ABC):
     _requests: Mapping[Room, TokenSequence]
     """Requests that have not ended."""
 
-    def __init__(
-        self,
-        me: Peer,
-        scheduler: StepScheduler,
-        allocator: PageAllocator,
-        recorder: Recorder | None,
-        tiers: Tiers | None,
-    ) -> None:
+    def __init__(self, me: Peer, scheduler: StepScheduler, recorder: Recorder | None) -> None:
         self.outgoing: list[tuple[str, Message]] = []
         """Messages to send, as (address, message). The loop takes them."""
         self.must_end = ""
@@ -62,7 +54,7 @@ class DpLeader(ABC):
         """Number of messages without effect, by type."""
         self.me = me
         self._scheduler = scheduler
-        self._allocator = allocator
+        self._allocator, self.tiers = scheduler.allocator, scheduler.tiers
         self.recorder = recorder or Recorder()
         self._now_s = 0.0
         """Time of the current event."""
@@ -76,8 +68,7 @@ class DpLeader(ABC):
         self._newest_command: dict[tuple[ReplicaId, Incarnation], int] = {}
         """Newest command number by router."""
         self.ended = Tombstones()
-        self.reporter = PageReporter(me, allocator, tiers)
-        self.tiers = tiers
+        self.reporter = PageReporter(me, self._allocator, self.tiers)
 
     def _heard_s(self) -> float:
         """Attentive time of the current event, for deadlines of peers."""

@@ -18,8 +18,6 @@ from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import CancelSend, Destination, ForgetPeer, SendReport, StepPlan
 from cluster.spec.transfer_messages import Refused, Revoke, SendState, Ticket
 from transfer.page_assignment import geometry_refusal, refusal, ticket_refusal
-from workers.cache.page_allocator import PageAllocator
-from workers.hicache.tiers import Tiers
 from workers.scheduler.leader import DpLeader
 from workers.scheduler.prefill_request import (
     MOVES,
@@ -38,15 +36,8 @@ from workers.trace.recorder import Recorder
 class PrefillLeader(DpLeader):
     """Prefill leader of one DP rank."""
 
-    def __init__(
-        self,
-        settings: PrefillSettings,
-        scheduler: StepScheduler,
-        allocator: PageAllocator,
-        recorder: Recorder | None = None,
-        tiers: Tiers | None = None,
-    ) -> None:
-        super().__init__(settings.me, scheduler, allocator, recorder, tiers)
+    def __init__(self, settings: PrefillSettings, scheduler: StepScheduler, recorder: Recorder | None = None) -> None:
+        super().__init__(settings.me, scheduler, recorder)
         self._settings = settings
         self._requests: dict[Room, PrefillRequest] = {}
         self._sends = SendMeter()
@@ -131,7 +122,7 @@ class PrefillLeader(DpLeader):
         if submit.prefill is None or submit.prefill.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
-        page_size, prompt_len = self._settings.record.layout.page_size, len(submit.prompt_ids)
+        page_size, prompt_len = self._scheduler.page_size, len(submit.prompt_ids)
         base = owner_base(submit.prompt_ids, page_size, self._settings.record.sizes.cp, submit.cache_salt)
         request = PrefillRequest(submit, prompt_len + 1, owner_base=base)
         self._requests[room] = request

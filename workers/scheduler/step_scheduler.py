@@ -87,6 +87,7 @@ class StepScheduler:
         tiers: Tiers | None = None,
     ) -> None:
         """Create a scheduler. ``chunk`` returns how many tokens fill a step after a prefix, by default the limit."""
+        self.allocator, self.tiers, self.page_size = allocator, tiers, limits.page_size
         self.holders = PageHolders(allocator, limits.page_size, tiers)
         self._limits = limits
         self._choose = choose
@@ -145,8 +146,7 @@ class StepScheduler:
             kv.num_computed_tokens += len(scheduled.token_ids)
             if scheduled.samples:
                 self.holders.note_sampled(sequence)
-            page_size = self._limits.page_size
-            if kv.num_computed_tokens // page_size > scheduled.first_position // page_size:
+            if kv.num_computed_tokens // self.page_size > scheduled.first_position // self.page_size:
                 self.holders.put_into_cache(sequence)
                 self.holders.free_unseen(sequence)
             if scheduled.samples:
@@ -312,4 +312,4 @@ class StepScheduler:
         num_computed = sequence.kv.num_computed_tokens
         if end == num_computed:
             return []
-        return self.holders.keys(sequence, end)[num_computed // self._limits.page_size :]
+        return self.holders.keys(sequence, end)[num_computed // self.page_size :]
