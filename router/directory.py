@@ -143,7 +143,8 @@ class Directory:
             return False
         if known.silent and self._present(known.entry.role):
             return True
-        return self._is_proven_gone(known.peer) or now_s >= known.missing_since_s + self._grace_s
+        assert self.snapshot is not None, "a known peer came from a snapshot"
+        return self.snapshot.is_gone(known.peer) or now_s >= known.missing_since_s + self._grace_s
 
     def _present(self, role: Role) -> list[ReplicaEntry]:
         """Return the replicas in the table that accept requests."""
@@ -151,14 +152,6 @@ class Directory:
 
     def _taking(self, role: Role) -> list[_Known]:
         return [known for known in self._known.values() if known.entry.role is role and not known.entry.load.draining]
-
-    def _is_proven_gone(self, peer: Peer) -> bool:
-        assert self.snapshot is not None, "a known peer came from a snapshot"
-        reaped = self.snapshot.reaped.get(peer.replica)
-        entry = self.snapshot.find(peer.replica)
-        return (reaped is not None and reaped >= peer.incarnation) or (
-            entry is not None and entry.incarnation > peer.incarnation
-        )
 
 
 def _peer(entry: ReplicaEntry) -> Peer:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cluster.spec.errors import Moves, move
-from cluster.spec.ids import Incarnation, Peer, Room
+from cluster.spec.ids import Peer, Room
 from cluster.spec.kv import NO_PAGE
 from cluster.spec.registry import Verify
 from cluster.spec.transfer_messages import (
@@ -179,9 +179,9 @@ class ReceiverSession:
             self._move(ReceiverState.RELEASED, "cancel")
         return self._revoke(FailureKind.CANCELLED, reason, now_s)
 
-    def prefill_gone(self, incarnation: Incarnation, now_s: float) -> None:
-        """Handle the confirmed death of all prefill processes up to this incarnation."""
-        if incarnation < self.prefill.incarnation or self.may_free or self.state is ReceiverState.SETTLING:
+    def prefill_gone(self, now_s: float) -> None:
+        """Handle the confirmed death of the prefill processes."""
+        if self.may_free or self.state is ReceiverState.SETTLING:
             return
         self._fail(FailureKind.PREFILL_GONE, f"{self.prefill.replica} died before the transfer was complete")
         if self.state is ReceiverState.RESERVED or self._settle_s == 0:

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-from cluster.spec.ids import Incarnation, ReplicaId, Role, role_of
+from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role, role_of
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.tiers import TierState
@@ -197,6 +197,15 @@ class TableSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     def find(self, replica: ReplicaId) -> ReplicaEntry | None:
         return next((entry for entry in self.replicas if entry.replica == replica), None)
+
+    def is_reaped(self, peer: Peer) -> bool:
+        """Return whether a peer is confirmed dead."""
+        return self.reaped.get(peer.replica, 0) >= peer.incarnation
+
+    def is_gone(self, peer: Peer) -> bool:
+        """Return whether a peer is confirmed dead or a later incarnation has taken its place."""
+        entry = self.find(peer.replica)
+        return self.is_reaped(peer) or (entry is not None and entry.incarnation > peer.incarnation)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

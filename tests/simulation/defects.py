@@ -14,6 +14,7 @@ from cluster.simulator.rank_process import Follower
 from cluster.simulator.replica import Replica
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Room
 from cluster.spec.messages import Message, Submit
+from cluster.spec.registry import TableSnapshot
 from cluster.spec.tiers import TierJobResult
 from cluster.spec.transfer_messages import Done, Drained, PageDigests, Revoke, Ticket
 from cluster.supervisor import reconcile, silence
@@ -59,13 +60,8 @@ def count_the_same_sender_twice(patch: Patch) -> None:
 
 
 def ignore_the_incarnation(patch: Patch) -> None:
-    """The end of an earlier start of prefill counts as the end of the running one."""
-    prefill_gone = ReceiverSession.prefill_gone
-
-    def any_start_gone(self: ReceiverSession, _incarnation: Incarnation, now_s: float) -> None:
-        prefill_gone(self, self.prefill.incarnation, now_s)
-
-    patch.setattr(ReceiverSession, "prefill_gone", any_start_gone)
+    """The end of a peer's earlier start counts as the end of the running one."""
+    patch.setattr(TableSnapshot, "is_reaped", lambda self, peer: peer.replica in self.reaped)
 
 
 def drop_the_drain_ack(patch: Patch) -> None:
@@ -231,9 +227,9 @@ def free_pages_without_settling(patch: Patch) -> None:
     """Decode frees pages as soon as their writer is proven gone."""
     prefill_gone = ReceiverSession.prefill_gone
 
-    def gone_at_once(self: ReceiverSession, incarnation: Incarnation, now_s: float) -> None:
+    def gone_at_once(self: ReceiverSession, now_s: float) -> None:
         self._settle_s = 0.0
-        prefill_gone(self, incarnation, now_s)
+        prefill_gone(self, now_s)
 
     patch.setattr(ReceiverSession, "prefill_gone", gone_at_once)
 

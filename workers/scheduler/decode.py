@@ -329,14 +329,13 @@ class DecodeLeader(DpLeader):
         """End transfers from prefill replicas that are proven dead. Silent replicas may still write."""
         self.reporter.on_table(snapshot)
         for request in list(self._requests.values()):
-            if self.has_no_router(request.submit, snapshot):
+            if snapshot.is_reaped(request.submit.router):
                 self._stop(request, "the request's router is gone")
             session = request.session
             if session is None or request.state is DecodeState.RUNNING:
                 continue
-            reaped = snapshot.reaped.get(session.prefill.replica)
-            if reaped is not None:
-                session.prefill_gone(reaped, self._heard_s())
+            if snapshot.is_reaped(session.prefill):
+                session.prefill_gone(self._heard_s())
                 self._follow_session(request, session, None)
 
     def _quarantined(self) -> list[DecodeRequest]:

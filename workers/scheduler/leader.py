@@ -21,7 +21,7 @@ from cluster.spec.messages import (
     Wanted,
 )
 from cluster.spec.phases import ComputedStep
-from cluster.spec.registry import ReplicaLoad, TableSnapshot
+from cluster.spec.registry import ReplicaLoad
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import FlushCache, PinPages, Tier, TierJobResult, UseStorage
@@ -251,9 +251,6 @@ class DpLeader(ABC):
             self._allocator.flush()
         if Tier.HOST in message.tiers and self.tiers:
             self.tiers.host.flush()
-
-    def has_no_router(self, submit: Submit, table: TableSnapshot) -> bool:
-        return table.reaped.get(submit.router.replica, 0) >= submit.router.incarnation
 
     def drop(self, message: Message) -> None:
         self.dropped[type(message).__name__] += 1

@@ -51,7 +51,7 @@ class PageReporter:
 
     def on_table(self, table: TableSnapshot) -> None:
         for replica, subscriber in list(self._subscribers.items()):
-            if table.reaped.get(replica, 0) >= subscriber.router.incarnation:
+            if table.is_reaped(subscriber.router):
                 del self._subscribers[replica]
         if not self._subscribers:
             self._allocator.remove_journal(self._journal)

@@ -177,13 +177,9 @@ class PrefillLeader(DpLeader):
         for request in list(self._requests.values()):
             self._start_if_ready(request)
             decode = request.submit.decode
-            entry = table.find(decode.replica)
-            is_gone = entry is not None and entry.incarnation > decode.incarnation
-            if request.state is PrefillState.QUEUED and (
-                is_gone or table.reaped.get(decode.replica, 0) >= decode.incarnation
-            ):
+            if request.state is PrefillState.QUEUED and table.is_gone(decode):
                 self._fail(request, f"{decode.replica} was lost before it sent a ticket", blame=Blame.BOTH)
-            elif self.has_no_router(request.submit, table):
+            elif table.is_reaped(request.submit.router):
                 self._stop(request, "the request's router is gone")
 
     def _start_if_ready(self, request: PrefillRequest) -> None:

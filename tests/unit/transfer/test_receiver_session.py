@@ -253,10 +253,8 @@ def test_refused_and_drained_free_at_once_since_nobody_writes() -> None:
 
 def test_a_lost_prefill_frees_pages_after_its_bytes_have_settled() -> None:
     session = _session()
-    session.prefill_gone(Incarnation(PREFILL.incarnation - 1), 1.0)
-    assert _state(session) is ReceiverState.TICKETED
-    session.prefill_gone(PREFILL.incarnation, 10.0)
-    session.prefill_gone(PREFILL.incarnation, 12.0)
+    session.prefill_gone(10.0)
+    session.prefill_gone(12.0)
     assert _state(session) is ReceiverState.SETTLING
     assert session.cancel("client left", 12.0) is None
     assert session.tick(10.0 + SETTLE_S - 0.1) is None
@@ -270,7 +268,7 @@ def test_a_lost_prefill_frees_pages_at_once_if_no_bytes_can_be_in_flight() -> No
     session = ReceiverSession(ticket([4]), PREFILL, num_pages=1, num_bytes=10, num_ranks=1, silence_s=9.0, settle_s=0.0)
     session.open(0.0)
     session.cancel("client left", 1.0)
-    session.prefill_gone(Incarnation(PREFILL.incarnation + 4), 1.0)
+    session.prefill_gone(1.0)
     assert session.state is ReceiverState.RELEASED
     assert _kind(session) is FailureKind.CANCELLED
 
@@ -280,7 +278,7 @@ def test_a_ready_transfer_stays_ready() -> None:
     for message in (_result(), _done(0, 2), _done(1, 1), _refused(), _drained(), _done(5, 1)):
         session.handle(message, 1.0)
     assert session.cancel("client left", 2.0) is None
-    session.prefill_gone(PREFILL.incarnation, 3.0)
+    session.prefill_gone(3.0)
     assert session.tick(1e9) is None
     assert session.state is ReceiverState.READY
     assert session.num_dropped == {"ready": 3}

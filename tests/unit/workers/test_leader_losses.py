@@ -105,9 +105,13 @@ def test_pages_are_freed_when_router_and_prefill_are_both_proven_gone() -> None:
     reaped = {ROUTER: Incarnation(1)}
     decode.on_message(pair.table(reaped), 0.0)
     assert not decode.is_idle(), "prefill has a ticket and may write"
-    reaped[pair.prefill_peer.replica] = Incarnation(1)
+    reaped[pair.prefill_peer.replica] = Incarnation(0)
     decode.on_message(pair.table(reaped), 0.0)
     decode.tick(1.0)
+    assert not decode.is_idle(), "an earlier incarnation's end proves nothing"
+    reaped[pair.prefill_peer.replica] = Incarnation(1)
+    decode.on_message(pair.table(reaped), 1.0)
+    decode.tick(2.0)
     assert decode.is_idle()
     decode.check_integrity()
 
