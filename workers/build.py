@@ -29,7 +29,7 @@ from workers.scheduler.leader import DpLeader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
 from workers.scheduler.replica_leader import ReplicaLeader
-from workers.scheduler.step_scheduler import StepLimits, StepScheduler
+from workers.scheduler.step_scheduler import StepLimits, StepScheduler, step_depth
 
 
 def make_record(spec: WorkerSpec, rank: Rank, address: str) -> RankRecord:
@@ -53,14 +53,12 @@ def make_record(spec: WorkerSpec, rank: Rank, address: str) -> RankRecord:
 
 def make_leader(spec: WorkerSpec, rank: Rank, records: list[RankRecord]) -> ReplicaLeader:
     me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=records[0].address)
-    depth, make = spec.sizes.pp, _make_decode_leader
-    if spec.role is Role.PREFILL:
-        # One more step than stages, so that no stage has to wait for the report of a finished step.
-        depth, make = depth + (depth > 1), _make_prefill_leader
+    make = _make_prefill_leader if spec.role is Role.PREFILL else _make_decode_leader
     ahead = num_ahead(spec, rank)
-    leaders = [make(spec, rank, me, records, dp_rank, depth + ahead) for dp_rank in range(spec.sizes.dp)]
+    depth = step_depth(spec.role, spec.sizes.pp) + ahead
+    leaders = [make(spec, rank, me, records, dp_rank, depth) for dp_rank in range(spec.sizes.dp)]
     policy = spec.config.router.dp_policy
-    return ReplicaLeader(leaders, spec.sizes, depth=depth + ahead, num_ahead=ahead, policy=policy)
+    return ReplicaLeader(leaders, spec.sizes, depth=depth, num_ahead=ahead, policy=policy)
 
 
 def num_ahead(spec: WorkerSpec, rank: Rank) -> int:

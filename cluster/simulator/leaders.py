@@ -23,7 +23,7 @@ from workers.scheduler.decode_request import DecodeSettings
 from workers.scheduler.leader import DpLeader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
-from workers.scheduler.step_scheduler import StepLimits, StepScheduler
+from workers.scheduler.step_scheduler import StepLimits, StepScheduler, step_depth
 
 _BYTE = "float8_e4m3fn"
 MAX_REQUESTS = 4
@@ -83,11 +83,6 @@ def shard_of(records: Sequence[RankRecord], dp_rank: int) -> list[RankRecord]:
     return [record for record in records if record.coords.dp == dp_rank]
 
 
-def step_depth(record: RankRecord) -> int:
-    num_stages = record.sizes.pp
-    return num_stages + (num_stages > 1 and record.role is Role.PREFILL)
-
-
 def make_leader(
     env: Environment, me: Peer, records: Sequence[RankRecord], dp_rank: int
 ) -> tuple[DpLeader, PageAllocator]:
@@ -112,7 +107,7 @@ def _make_tiers(shape: TierShape | None, tree: PrefixTree | None, own: list[Rank
 
 
 def _limits(env: Environment, record: RankRecord) -> StepLimits:
-    return StepLimits(PAGE_SIZE, env.shape.chunk_tokens, MAX_REQUESTS, depth=step_depth(record))
+    return StepLimits(PAGE_SIZE, env.shape.chunk_tokens, MAX_REQUESTS, depth=step_depth(record.role, record.sizes.pp))
 
 
 def _make_decode_leader(

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, records_digest
 from cluster.simulator.bootstrap import Bootstrap
 from cluster.simulator.environment import HOME, Environment, machine_of
-from cluster.simulator.leaders import make_leader, shard_of, step_depth
+from cluster.simulator.leaders import make_leader, shard_of
 from cluster.simulator.promises import deliver_to_leader
 from cluster.simulator.rank_process import Follower, RankProcess
-from cluster.spec.clock import HEARTBEAT_S
+from cluster.spec.clock import HEARTBEAT_S, IDLE_WAIT_S
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, Peer, Room
 from cluster.spec.messages import KvEvents, Message, Output, TableUpdate
@@ -25,8 +25,7 @@ from cluster.spec.transfer_messages import Done, Drained, Result, Ticket
 from workers.cache.page_allocator import PageAllocator
 from workers.scheduler.leader import DpLeader
 from workers.scheduler.replica_leader import ReplicaLeader
-
-IDLE_WAIT_S = 1.0
+from workers.scheduler.step_scheduler import step_depth
 
 
 class LeaderProcess(RankProcess):
@@ -45,9 +44,8 @@ class LeaderProcess(RankProcess):
         super().__init__(env, records, 0, me, made[0][1])
         self._leaders = [leader for leader, _ in made]
         self._allocators = [allocator for _, allocator in made]
-        self.leader = ReplicaLeader(
-            self._leaders, records[0].sizes, depth=step_depth(records[0]), policy=env.shape.dp_policy
-        )
+        sizes, depth = records[0].sizes, step_depth(records[0].role, records[0].sizes.pp)
+        self.leader = ReplicaLeader(self._leaders, sizes, depth=depth, policy=env.shape.dp_policy)
         self.me = me
         self.records = records
         self._bootstrap = bootstrap

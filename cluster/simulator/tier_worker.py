@@ -12,21 +12,12 @@ from cluster.simulator.memory import TORN, Memory, Violation, copy_spans
 from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError
 from cluster.spec.registry import Endpoint, RankRecord
-from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierPage
+from cluster.spec.tiers import JOB_QUEUES, TierJob, TierJobKind, TierJobResult, TierPage
 from transfer.backends.interface import Region
 from transfer.page_assignment import local_page
 from transfer.page_range import Span
 from workers.hicache.copier import Copier
 from workers.memory.layerwise_load import LayerwiseLoad
-
-_QUEUES = {
-    TierJobKind.SAVE: "saves",
-    TierJobKind.LOAD: "loads",
-    TierJobKind.LOOK_UP: "reads",
-    TierJobKind.FETCH: "reads",
-    TierJobKind.STORE: "writes",
-}
-
 
 _Queue = deque[tuple[TierJob, LayerwiseLoad | None]]
 """Jobs, with the progress of those loads that a step waits for."""
@@ -46,7 +37,7 @@ class VirtualTierWorker:
         """Create the queues. ``on_layers`` is called when a step can read more layers."""
         self._process, self._env, self._leader_address = process, process.env, leader_address
         self._record, self._memory, self._on_layers = memory.record, memory, on_layers
-        self._queues: dict[str, _Queue] = {queue: deque() for queue in _QUEUES.values()}
+        self._queues: dict[str, _Queue] = {queue: deque() for queue in JOB_QUEUES.values()}
         self._copier: Copier | None = None
         if memory.record.host_endpoint is not None:
             backend = _Reads(self._env.memories, memory)
@@ -57,7 +48,7 @@ class VirtualTierWorker:
         return not any(self._queues.values())
 
     def submit(self, job: TierJob, load: LayerwiseLoad | None = None) -> None:
-        queue = self._queues[_QUEUES[job.kind]]
+        queue = self._queues[JOB_QUEUES[job.kind]]
         queue.append((job, load))
         if len(queue) == 1:
             self._begin(queue)

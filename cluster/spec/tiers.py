@@ -47,6 +47,16 @@ class TierJobKind(StrEnum):
     """Write the job's pages from host memory to storage."""
 
 
+JOB_QUEUES = {
+    TierJobKind.SAVE: "saves",
+    TierJobKind.LOAD: "loads",
+    TierJobKind.LOOK_UP: "reads",
+    TierJobKind.FETCH: "reads",
+    TierJobKind.STORE: "writes",
+}
+"""Queue of a rank for each kind of job. A queue runs one job at a time."""
+
+
 class TierPage(msgspec.Struct, frozen=True, kw_only=True):
     """One page of a tier job, by the leader's page numbers, which count across all ranks."""
 

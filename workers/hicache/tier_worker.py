@@ -9,7 +9,7 @@ from math import inf
 
 from cluster.channel import Outbox
 from cluster.spec.errors import PeerUnreachableError, TransferError
-from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult
+from cluster.spec.tiers import JOB_QUEUES, TierJob, TierJobKind, TierJobResult
 from workers.device import Event
 from workers.hicache.copier import Copier
 from workers.hicache.storage.page_store import PageStore
@@ -21,13 +21,6 @@ CLOSE_S = 5.0
 """Maximum wait for running jobs at shutdown, since storage may hang."""
 
 _COPIES = (TierJobKind.SAVE, TierJobKind.LOAD)
-_QUEUES = {
-    TierJobKind.SAVE: "saves",
-    TierJobKind.LOAD: "loads",
-    TierJobKind.LOOK_UP: "reads",
-    TierJobKind.FETCH: "reads",
-    TierJobKind.STORE: "writes",
-}
 
 
 class TierWorker:
@@ -58,7 +51,7 @@ class TierWorker:
         """Queue a job that runs after all earlier steps. Call this between steps."""
         if job.kind in _COPIES:
             self._events[job.job_id] = self._copier.memory.record_event()
-        self._queues[_QUEUES[job.kind]].put(job)
+        self._queues[JOB_QUEUES[job.kind]].put(job)
 
     def submit_layerwise(self, job: TierJob) -> LayerwiseLoad:
         """Queue a load for the next step. The step waits for each layer before it reads that layer."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from cluster.channel import Inbox, Outbox, send_or_log, send_to_ranks
-from cluster.spec.clock import Clock
+from cluster.spec.clock import IDLE_WAIT_S, Clock
 from cluster.spec.errors import QuarantineError
 from cluster.spec.messages import Message, Submit
 from cluster.spec.registry import RankRecord, ReplicaLoad
@@ -21,8 +21,6 @@ from workers.scheduler.replica_leader import ReplicaLeader, join_outputs
 
 LOAD_EVERY_S = 0.05
 """Interval between load samples for heartbeats while there is work."""
-IDLE_WAIT_S = 1.0
-"""Maximum sleep of an idle loop, and therefore the maximum delay in handling a deadline."""
 COMPILING_WAIT_S = 0.005
 """Maximum sleep of an idle loop while a grammar is being compiled."""
 

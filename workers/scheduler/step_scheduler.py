@@ -12,7 +12,7 @@ from math import ceil
 
 from msgspec.structs import replace
 
-from cluster.spec.ids import Room
+from cluster.spec.ids import Role, Room
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from workers.cache.page_allocator import PageAllocator
@@ -47,6 +47,12 @@ class StepLimits:
     """Maximum number of tokens in a step including prefixes, which bounds memory use. None for no limit."""
     runs_ahead: bool = False
     """True if a step may use tokens that the previous step has not sampled yet. ``depth`` is then 2."""
+
+
+def step_depth(role: Role, num_stages: int) -> int:
+    """Return the maximum number of steps under way, without any that run ahead."""
+    # Prefill has one more step than stages, so that no stage has to wait for the report of a finished step.
+    return num_stages + (num_stages > 1 and role is Role.PREFILL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from cluster.grammar import Compiled
+from cluster.spec.clock import IDLE_WAIT_S
 from cluster.spec.ids import Room
 from cluster.spec.messages import Message, Submit
 from cluster.spec.sampling import Sampling, Stopping
@@ -152,7 +153,7 @@ def test_a_request_waits_for_its_grammar_outside_the_scheduler() -> None:
     assert (passed, link.idle_wait_s()) == ([2], leader_link.COMPILING_WAIT_S)
     compiled.set_result(Compiled(nobody, 0.0))
     link.next_plans()
-    assert (passed, link.idle_wait_s()) == ([2, 1], leader_link.IDLE_WAIT_S)
+    assert (passed, link.idle_wait_s()) == ([2, 1], IDLE_WAIT_S)
 
 
 def submit_of(room: int, sampling: Sampling) -> Submit:
