@@ -27,7 +27,7 @@ from cluster.spec.env import TOKEN, check_environ, take_secrets
 from cluster.spec.errors import BatonError, ConfigError, Problem, SystemLostError, UserError
 from cluster.spec.ids import Incarnation
 from cluster.spec.loader import DEFAULT_FILE, load_config
-from cluster.spec.ranks import sizes_of, world_size
+from cluster.spec.ranks import num_workers
 
 if TYPE_CHECKING:
     from cluster.actors import ActorSystem
@@ -244,7 +244,7 @@ def _resolve(config: DeployConfig, progress: "StartProgress") -> str:
 
 def _num_cpus(config: DeployConfig) -> int:
     """Return the number of logical CPUs of our own Ray cluster: this machine's, or more if the workers request more."""
-    workers = sum(pool.replicas * world_size(sizes_of(pool.parallel)) for pool in (config.prefill, config.decode))
+    workers = sum(map(num_workers, config.pools.values()))
     return max(math.ceil(workers * config.resources.cpus_per_worker), os.cpu_count() or 1)
 
 

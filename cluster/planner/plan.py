@@ -18,16 +18,7 @@ from cluster.spec.config import (
 )
 from cluster.spec.errors import ConfigError
 from cluster.spec.ids import ReplicaId, Role, replica_id
-from cluster.spec.ranks import (
-    GroupName,
-    Position,
-    groups,
-    head_copy_groups,
-    positions,
-    sizes_of,
-    stage_links,
-    world_size,
-)
+from cluster.spec.ranks import GroupName, Position, groups, head_copy_groups, num_workers, positions, stage_links
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
 
@@ -185,7 +176,7 @@ def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Por
     """Return all ports; the ports between ranks are incomplete if the model's shape is unknown."""
     router = config.router
     pools = config.pools.values()
-    num_workers = sum(pool.replicas * world_size(sizes_of(pool.parallel)) for pool in pools)
+    workers = sum(map(num_workers, pools))
     is_mooncake = config.transfer.backend is TransferBackendName.MOONCAKE
     is_tcp = config.transfer.protocol is TransferProtocol.TCP
     gloo = sum(pool.replicas * _num_endpoints(role, pool, model) for role, pool in config.pools.items())
@@ -193,11 +184,11 @@ def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Por
         ("bootstrap", "HTTP rank table", None, 1),
         ("router", "channel", None, router.processes),
         ("router", "commands from the driver", None, router.processes),
-        ("worker", "channel", None, num_workers),
+        ("worker", "channel", None, workers),
         ("replica", "rendezvous store of the ranks", None, sum(pool.replicas for pool in pools)),
         ("worker", "process groups over TCP (gloo)", None, gloo * config.uses_gloo),
-        ("worker", "handshake of Mooncake's engines", EVERY_INTERFACE, num_workers * is_mooncake),
-        ("worker", "KV by Mooncake over TCP", EVERY_INTERFACE, num_workers * (is_mooncake and is_tcp)),
+        ("worker", "handshake of Mooncake's engines", EVERY_INTERFACE, workers * is_mooncake),
+        ("worker", "KV by Mooncake over TCP", EVERY_INTERFACE, workers * (is_mooncake and is_tcp)),
     ]
     clients = PortPlan(
         process="router", purpose="HTTP for clients", host=router.host, port=router.port or None, count=1

@@ -14,7 +14,7 @@ from cluster.spec.ids import Role
 from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.linear_shards import LinearShards
 from cluster.spec.memory import GIB, LIBRARIES_GIB, GpuMemory, HostMemory
-from cluster.spec.ranks import head_copies, sizes_of, stage_layers, world_size
+from cluster.spec.ranks import head_copies, num_workers, stage_layers
 
 
 def weights_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
@@ -93,10 +93,7 @@ def host_memory_lack(config: DeployConfig, expected: dict[Role, tuple[Pool, Host
     With shared memory, one machine must hold all workers; otherwise, it must hold at least one worker of either role.
     """
     one_machine = config.transfer.backend is TransferBackendName.SHARED_MEMORY
-    counts = {
-        name: pool.replicas * world_size(sizes_of(pool.parallel)) if one_machine else 1
-        for name, (pool, _) in expected.items()
-    }
+    counts = {name: num_workers(pool) if one_machine else 1 for name, (pool, _) in expected.items()}
     needs = [counts[name] * memory.total for name, (_, memory) in expected.items()]
     wanted = sum(needs) if one_machine else max(needs)
     if wanted <= given_gib:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import gcd, prod
 from operator import attrgetter
 
-from cluster.spec.config import AnyParallel
+from cluster.spec.config import AnyParallel, Pool
 from cluster.spec.errors import Problem
 from cluster.spec.registry import AxisSizes, RankCoords
 
@@ -80,6 +80,11 @@ def stage_size(sizes: AxisSizes) -> int:
 def world_size(sizes: AxisSizes) -> int:
     """Return the number of ranks of one replica: dp*cp*tp*pp."""
     return stage_size(sizes) * sizes.pp
+
+
+def num_workers(pool: Pool) -> int:
+    """Return the number of workers of a role: the ranks of all its replicas."""
+    return pool.replicas * world_size(sizes_of(pool.parallel))
 
 
 def global_rank(coords: RankCoords, sizes: AxisSizes) -> int:
