@@ -33,6 +33,8 @@ PolicyName = Literal[
 
 CPU_POOL_GIB = 1.0
 """Default memory of a CPU worker's page pool, enough for the demo model on a laptop."""
+MOST_REPLICAS = 4096
+"""Maximum number of replicas of a role."""
 
 
 class Device(StrEnum):
@@ -140,7 +142,7 @@ AnyParallel = ParallelConfig | DecodeParallelConfig
 class PoolConfig(Node):
     """The keys that prefill and decode have in common."""
 
-    replicas: Annotated[int, Field(ge=1, le=4096, strict=True)] = 1
+    replicas: Annotated[int, Field(ge=1, le=MOST_REPLICAS, strict=True)] = 1
     """Number of replicas of this role."""
     parallel: AnyParallel
     """Parallel sizes of each replica."""

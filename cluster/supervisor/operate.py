@@ -7,6 +7,7 @@ an error. The supervisor still restores every desired replica.
 from collections.abc import Collection
 from dataclasses import replace
 
+from cluster.spec.config import MOST_REPLICAS
 from cluster.spec.ids import ReplicaId, Role, replica_id, role_of
 from cluster.supervisor import events
 from cluster.supervisor.commands import (
@@ -21,7 +22,6 @@ from cluster.supervisor.events import Action, Event, Outcome
 from cluster.supervisor.state import Cluster, Member, MemberState, Now, OpenCommand, Phase
 
 Step = tuple[Cluster, list[Action]]
-_MAX_REPLICAS = 4096
 
 
 def on_command(cluster: Cluster, event: events.CommandReceived, now: Now) -> Step:
@@ -270,9 +270,9 @@ def _why_needed(cluster: Cluster, name: str) -> str | None:
 
 def _scale_refusal(cluster: Cluster, command: ScaleCommand) -> str | None:
     numbers = _numbers_of(command)
-    if not numbers or not all(1 <= number <= _MAX_REPLICAS for number in numbers.values()):
+    if not numbers or not all(1 <= number <= MOST_REPLICAS for number in numbers.values()):
         given = ", ".join(f"{role}={number}" for role, number in numbers.items()) or "nothing"
-        return f"scale: got {given}; allowed: prefill and decode from 1 to {_MAX_REPLICAS}"
+        return f"scale: got {given}; allowed: prefill and decode from 1 to {MOST_REPLICAS}"
     _, extra = _difference(cluster, command)
     for role in numbers:
         leaving = [name for name in extra if role_of(ReplicaId(name)) is role]
