@@ -261,9 +261,6 @@ class Breakers:
         if self.state(peer, now_s) is BreakerState.HALF_OPEN:
             self._breakers[peer].opened_s = now_s
 
-    def succeed(self, peer: Peer) -> None:
-        self._breakers.pop(peer, None)
-
     def fail(self, peer: Peer, now_s: float) -> None:
         breaker = self._breakers.setdefault(peer, _Breaker())
         breaker.num_failures += 1
@@ -271,4 +268,5 @@ class Breakers:
             breaker.opened_s = now_s
 
     def forget(self, peer: Peer) -> None:
+        """Forget a replica's failures, because it has succeeded or is lost."""
         self._breakers.pop(peer, None)

@@ -148,7 +148,7 @@ class RequestTable:
             self._move(request, RequestPhase.STREAMING, "first output")
         request.output_ids += token_ids
         if output.finish is not None:
-            self.breakers.succeed(request.peers[-1])
+            self.breakers.forget(request.peers[-1])
             self._end(request, RequestPhase.FINISHED, "last output", [])
         return [
             OutputBatch(
@@ -217,7 +217,7 @@ class RequestTable:
         """Finish a request because a stop string has completed its answer."""
         request = self._open[choice_id]
         if request.submit is not None:
-            self.breakers.succeed(request.submit.decode)
+            self.breakers.forget(request.submit.decode)
         return self._end(request, RequestPhase.FINISHED, "stop string", request.peers)
 
     def expire(self, now_s: float) -> list[Action]:
@@ -291,7 +291,7 @@ class RequestTable:
     def _end_prefill(self, request: GenerateRequest) -> None:
         if request.submit is not None and request.submit.prefill is not None:
             self.load.remove(request.submit.prefill, request.prefill_len, request.tenant)
-            self.breakers.succeed(request.submit.prefill)
+            self.breakers.forget(request.submit.prefill)
 
     def _leave(self, request: GenerateRequest, cancelled: Iterable[Peer]) -> list[Action]:
         """End a request's attempt, if there is one, and cancel it at these replicas."""

@@ -205,7 +205,7 @@ def test_it_opens_after_failures_in_a_row() -> None:
     for _ in range(3):
         breakers.fail(PEER, 0.0)
         assert breakers.allows(PEER, 0.0)
-        breakers.succeed(PEER)
+        breakers.forget(PEER)
     breakers.fail(PEER, 0.0)
     breakers.fail(PEER, 0.0)
     assert breakers.state(PEER, 0.0) is BreakerState.OPEN
@@ -225,7 +225,7 @@ def test_a_single_request_tries_it() -> None:
 def test_a_success_closes_it() -> None:
     breakers = opened()
     breakers.begin(PEER, 11.0)
-    breakers.succeed(PEER)
+    breakers.forget(PEER)
     assert breakers.state(PEER, 11.0) is BreakerState.CLOSED
     breakers.fail(PEER, 12.0)
     assert breakers.allows(PEER, 12.0)
