@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from cluster.spec.clock import Attention, Clock
+from cluster.spec.clock import AttentiveClock, Clock
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation, ReplicaId, parse_replica_id
 from cluster.spec.ranks import global_rank, world_size
@@ -241,14 +241,14 @@ class WatchedTable:
     def __init__(self, table: BootstrapTable, clock: Clock) -> None:
         self.table = table
         self._clock = clock
-        self._attention = Attention(LAG_S)
+        self._attentive_clock = AttentiveClock(LAG_S)
         self._seen_version = table.version
         self._changed = asyncio.Event()
         self._closing = False
 
     def now_s(self) -> float:
         """Return the attentive time, for the table."""
-        return self._attention.look(self._clock.now_s())
+        return self._attentive_clock.look(self._clock.now_s())
 
     def look(self) -> None:
         """Expire leases, and wake the watchers if the table has changed. The service's loop calls this regularly."""

@@ -7,7 +7,7 @@ import socket
 import struct
 
 from cluster.processes import ProcessId, is_alive, process_id
-from cluster.spec.clock import Attention
+from cluster.spec.clock import AttentiveClock
 
 _CONNECT_S = 5.0
 
@@ -23,12 +23,12 @@ class RayDaemons:
         """
         self._head, self._head_gone_s = head, head_gone_s
         self._raylet = _listener(raylet_socket)
-        self._attention = Attention(_CONNECT_S)
+        self._attentive_clock = AttentiveClock(_CONNECT_S)
         self._gone_since_s: float | None = None
 
     def why_lost(self, now_s: float) -> str:
         """Return which daemon is lost; empty if none is. A driver that was stopped meanwhile looks again first."""
-        heard_s = self._attention.look(now_s)
+        heard_s = self._attentive_clock.look(now_s)
         if self._raylet is not None and not is_alive(self._raylet):
             return "the raylet of this machine has died, and with it all processes of the cluster here"
         if _is_listening(self._head):

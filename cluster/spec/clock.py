@@ -31,7 +31,7 @@ class SystemClock:
         return time.monotonic()
 
 
-class Attention:
+class AttentiveClock:
     """Time for which an observer could hear its peers, sans I/O.
 
     An observer that was stopped or starved has heard nothing meanwhile. A gap between two of its looks therefore counts

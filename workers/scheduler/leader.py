@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 
-from cluster.spec.clock import Attention
+from cluster.spec.clock import AttentiveClock
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
 from cluster.spec.messages import (
     INQUIRE_EVERY_S,
@@ -58,7 +58,7 @@ class DpLeader(ABC):
         self.recorder = recorder or Recorder()
         self._now_s = 0.0
         """Time of the current event."""
-        self._attention = Attention(LAG_S)
+        self._attentive_clock = AttentiveClock(LAG_S)
         self._inquire_at_s = 0.0
         self.num_taken = 0
         """Number of requests accepted since startup."""
@@ -72,7 +72,7 @@ class DpLeader(ABC):
 
     def _heard_s(self) -> float:
         """Attentive time of the current event, for deadlines of peers."""
-        return self._attention.look(self._now_s)
+        return self._attentive_clock.look(self._now_s)
 
     @abstractmethod
     def on_message(self, message: Message, now_s: float) -> None:
