@@ -42,12 +42,12 @@ class BootstrapClient:
 
     def heartbeat(self, beat: Heartbeat) -> bool:
         """Send a leader's heartbeat; return False if the replica's records must be registered again."""
-        return self._unless_unknown("POST", "/heartbeats", msgspec.json.encode(beat))
+        return self._unless_unknown("/heartbeats", msgspec.json.encode(beat))
 
     def alive(self, record: RankRecord) -> bool:
         """Renew the lease of a rank other than the leader; return False if its replica is not registered."""
         query = f"incarnation={record.incarnation}&rank={record.global_rank}"
-        return self._unless_unknown("POST", f"/replicas/{record.replica}/alive?{query}")
+        return self._unless_unknown(f"/replicas/{record.replica}/alive?{query}")
 
     def unregister(self, replica: ReplicaId, incarnation: Incarnation, reaped: bool) -> None:
         """Remove this incarnation and all earlier ones; ``reaped`` means that their processes are confirmed dead."""
@@ -65,9 +65,9 @@ class BootstrapClient:
     def close(self) -> None:
         self._http.close()
 
-    def _unless_unknown(self, method: str, path: str, body: bytes | None = None) -> bool:
+    def _unless_unknown(self, path: str, body: bytes | None = None) -> bool:
         try:
-            self._call(method, path, body)
+            self._call("POST", path, body)
         except TableRefusedError as error:
             if error.code is RefusalCode.UNKNOWN_RANKS:
                 return False

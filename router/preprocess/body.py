@@ -129,13 +129,13 @@ class Extracted(NamedTuple):
     ids: TokenIds
 
 
-def extract_ids(body: bytes, field: str) -> Extracted | None:
-    """Split a body into a field's ids and the rest. Return None unless the field is certainly a list of ids.
+def extract_ids(body: bytes) -> Extracted | None:
+    """Split a body into its prompt's ids and the rest. Return None unless the prompt is certainly a list of ids.
 
     In JSON, an unescaped quote after ``{`` or ``,`` can only begin a key or a string, so a match is a key. It may
     belong to an inner object, so ``parse`` checks that ``put_back`` has restored the ids.
     """
-    name = b'"%b"' % field.encode()
+    name = b'"prompt"'
     at = body.find(name) if len(body) >= _LONG_BYTES else -1
     opening = _OPENING.match(body, at + len(name)) if at >= 0 else None
     if opening is None or not body[:at].rstrip(b" \t\r\n").endswith((b"{", b",")):

@@ -110,7 +110,7 @@ class PreprocessPool:
         if len(job.body) > INLINE_BYTES:
             if job.route is not Route.COMPLETIONS or len(job.body) > INLINE_BYTES + LONG_TOKENS * _ID_BYTES:
                 return None
-            extracted = extract_ids(job.body, "prompt")
+            extracted = extract_ids(job.body)
             if extracted is None or len(extracted.rest) > INLINE_BYTES or len(extracted.ids) > LONG_TOKENS:
                 return None
         with suppress(NotInlineError):

@@ -68,7 +68,7 @@ def preprocess(model: ServedModel, job: Job, extracted: Extracted | None = None)
     """
     match job.route:
         case Route.COMPLETIONS:
-            extracted = extracted or extract_ids(job.body, "prompt")
+            extracted = extracted or extract_ids(job.body)
             return _completion(model, job, parse(job.body, CompletionRequest, extracted))
         case Route.CHAT:
             return _chat(model, job, parse(job.body, ChatRequest))

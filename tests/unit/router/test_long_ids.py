@@ -37,7 +37,7 @@ def read_by_pydantic(content: bytes) -> CompletionRequest | None:
 
 
 def read_extracting(content: bytes) -> CompletionRequest | None:
-    extracted = extract_ids(content, "prompt")
+    extracted = extract_ids(content)
     return None if extracted is None else _read_extracted(extracted, CompletionRequest)
 
 
@@ -106,7 +106,7 @@ def test_the_last_of_two_prompts_counts() -> None:
 
 
 def test_a_placeholder_without_its_ids_is_text() -> None:
-    extracted = extract_ids(json.dumps({"prompt": LONG, "model": "m"}).encode(), "prompt")
+    extracted = extract_ids(json.dumps({"prompt": LONG, "model": "m"}).encode())
     assert extracted is not None
     body = CompletionRequest.model_validate_json(extracted[0])
     assert isinstance(body.prompt, str)
