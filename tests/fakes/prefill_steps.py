@@ -22,12 +22,11 @@ class PrefillSteps:
         num_pages: int = 2000,
         chunk_tokens: int = 64,
         max_requests: int = 64,
-        oldest_share: float = 0.25,
         efficient_share: float = 1.0,
         prefix_cache: bool = False,
         chunk: ChunkLen | None = None,
     ) -> None:
-        self.limits = StepLimits(PAGE_SIZE, chunk_tokens, max_requests, oldest_share, efficient_share)
+        self.limits = StepLimits(PAGE_SIZE, chunk_tokens, max_requests, efficient_share)
         self.allocator = PageAllocator(num_pages, PrefixTree() if prefix_cache else None)
         self.steps = StepScheduler(self.allocator, self.limits, undivided, chunk)
         self.ended: dict[Room, int] = {}

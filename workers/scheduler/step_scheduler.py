@@ -26,6 +26,8 @@ from workers.scheduler.step_budget import Budget, Precedence, precedence
 
 TURNS = 16
 """Number of turns into which a step's tokens are divided if several tenants compete for them."""
+OLDEST_SHARE = 0.25
+"""Share of a step's time reserved for the oldest sequences, which others can therefore delay at most fourfold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,6 @@ class StepLimits:
     page_size: int
     chunk_tokens: int
     max_requests: int
-    oldest_share: float = 0.25
-    """Share of a step's time reserved for the oldest sequences, which others can therefore delay at most fourfold."""
     efficient_share: float = 1.0
     """Share of a full step's time from which on a step's fixed costs are small. A step takes longer only for the most
     urgent sequence, so that prompts do not wait for others to be complete.
@@ -230,10 +230,9 @@ class StepScheduler:
     @property
     def _oldest_share(self) -> float:
         """Return the oldest sequences' share of this step. With a context limit, every other step has a larger one."""
-        share = self._limits.oldest_share
         if self._limits.max_context_tokens is None:
-            return share
-        return max(2 * share - 1, 0.0) if self._step % 2 else min(2 * share, 1.0)
+            return OLDEST_SHARE
+        return max(2 * OLDEST_SHARE - 1, 0.0) if self._step % 2 else min(2 * OLDEST_SHARE, 1.0)
 
     def _schedule_by_priority(self, candidates: _Candidates, budget: Budget, step_tokens: int) -> None:
         """Grant the rest of the step in order of priority, in turns of tenants. If another sequence computes a

@@ -22,7 +22,7 @@ from tests.fakes.sequences import sequence_of
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.strategy_chooser import undivided
 from workers.scheduler.sequence import KvState
-from workers.scheduler.step_scheduler import TURNS, StepLimits, StepScheduler
+from workers.scheduler.step_scheduler import OLDEST_SHARE, TURNS, StepLimits, StepScheduler
 
 CHUNK = 64
 
@@ -111,7 +111,7 @@ def test_tenants_with_a_backlog_are_served_alike_and_everybody_ends(
     """Two tenants with a backlog differ by at most twice the oldest sequences' share, unless pages are short."""
     steps = TenantSteps(max_requests=1000, num_pages=num_pages)
     weight_of = dict(zip("abc", weights, strict=True))
-    bound = 2 * CHUNK * max(steps.limits.oldest_share, 1 / TURNS) / min(weights) if num_pages > 70 else math.inf
+    bound = 2 * CHUNK * max(OLDEST_SHARE, 1 / TURNS) / min(weights) if num_pages > 70 else math.inf
     since: dict[tuple[str, str], float] = {}
     while arrivals or steps.steps.has_work():
         if arrivals:

@@ -307,11 +307,12 @@ def test_prompts_that_do_not_fit_together_alternate() -> None:
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 1.0])
-def test_the_oldest_have_their_share_on_average(share: float) -> None:
+def test_the_oldest_have_their_share_on_average(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """The share also holds in ring mode, where all prompts fit into a step."""
+    monkeypatch.setattr("workers.scheduler.step_scheduler.OLDEST_SHARE", share)
     tokens = []
     for max_context_tokens in (None, 10_000):
-        limits = StepLimits(PAGE_SIZE, 8, 8, share, max_context_tokens=max_context_tokens)
+        limits = StepLimits(PAGE_SIZE, 8, 8, max_context_tokens=max_context_tokens)
         steps = StepScheduler(PageAllocator(1000), limits, undivided)
         steps.add(sequence(0, [1] * 1000, 1, priority=1))
         steps.add(sequence(1, [2] * 1000, 1))
