@@ -34,7 +34,7 @@ from workers.handoff.page_checker import PageChecker
 from workers.hicache.tier_worker import TierWorker
 from workers.loop.leader_link import LeaderLink, LocalLink, RemoteLink
 from workers.loop.rank_steps import RankSteps
-from workers.loop.watch import BETWEEN_STEPS, Heartbeat
+from workers.loop.watch import BETWEEN_STEPS, LoopProgress
 from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
 
@@ -55,8 +55,8 @@ class Worker:
         """Create a worker. Without a rendezvous, workers do not register, and the leader gets the table in messages."""
         use_cpu(spec.config.resources.threads_per_worker)
         self.spec = spec
-        self.heartbeat = Heartbeat()
-        """Heartbeat of the loop in ``run``, for a watchdog."""
+        self.progress = LoopProgress()
+        """Progress of the loop in ``run``, for a watchdog."""
         self._model_folder = model_folder
         self._rendezvous = rendezvous
         self._clock = SystemClock()
@@ -92,7 +92,7 @@ class Worker:
         ):
             try:
                 link = self._link(self._rank, records, tiers, outbox)
-                steps = RankSteps(self._rank, sender, tiers, self._clock, self.heartbeat)
+                steps = RankSteps(self._rank, sender, tiers, self._clock, self.progress)
                 with self._showing_life(records, link):
                     self._work(link, steps, _Parts(sender, checker, tiers, outbox))
                 if self._failure is not None:
@@ -127,7 +127,7 @@ class Worker:
     def _work(self, link: LeaderLink, steps: RankSteps, parts: "_Parts") -> None:
         is_stopping, round_s = False, 0.0
         while not is_stopping:
-            self.heartbeat.at(BETWEEN_STEPS)
+            self.progress.at(BETWEEN_STEPS)
             messages = self._messages(0.0 if steps.num_begun else link.idle_wait_s(), max(_MESSAGES_S, round_s / 2))
             is_stopping = self._handle(messages, link, steps, parts)
             begin_s = self._clock.now_s()

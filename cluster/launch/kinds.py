@@ -90,7 +90,7 @@ class WorkerActor(_LoggingActor):
         worker, spec = self._built, self._built.spec
         name, limit_s = self._log.process, spec.config.resources.step_timeout_s
         try:
-            with LoopWatch(worker.heartbeat, name, limit_s, end_process):
+            with LoopWatch(worker.progress, name, limit_s, end_process):
                 worker.run(records)
         finally:
             worker.close()

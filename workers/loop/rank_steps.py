@@ -20,7 +20,7 @@ from workers.engine.batch import BegunStep
 from workers.handoff.kv_sender import KvSender
 from workers.hicache.tier_worker import TierWorker
 from workers.layers.feed_forward import Experts
-from workers.loop.watch import BETWEEN_STEPS, Heartbeat
+from workers.loop.watch import BETWEEN_STEPS, LoopProgress
 from workers.parallel.collectives import ModelGroups
 from workers.rank import Rank
 
@@ -43,9 +43,9 @@ class RankSteps:
     """Steps of one rank. They end in the order in which they start."""
 
     def __init__(
-        self, rank: Rank, sender: KvSender, tiers: TierWorker | None, clock: Clock, heartbeat: Heartbeat
+        self, rank: Rank, sender: KvSender, tiers: TierWorker | None, clock: Clock, progress: LoopProgress
     ) -> None:
-        self._rank, self._sender, self._tiers, self._clock, self._heartbeat = rank, sender, tiers, clock, heartbeat
+        self._rank, self._sender, self._tiers, self._clock, self._progress = rank, sender, tiers, clock, progress
         self._begun: deque[tuple[StepPlan, BegunStep, float]] = deque()
         self._ended_s = -math.inf
         self._communication_s = rank.step_recorder.communication_s
@@ -69,7 +69,7 @@ class RankSteps:
         Cached KV is sent immediately. New KV is sent layer by layer if that is worthwhile.
         """
         start_s = self._clock.now_s()
-        self._heartbeat.at(f"in step {plan.step}")
+        self._progress.at(f"in step {plan.step}")
         self._sender.before_step(plan)
         load = None
         if plan.layerwise_load is not None:
@@ -80,15 +80,15 @@ class RankSteps:
             runner = self._rank.runner
             on_stored = self._sender.layer_callback(plan, runner.requests)
             self._begun.append((plan, runner.begin(plan, load, on_stored), start_s))
-        self._heartbeat.at(BETWEEN_STEPS)
+        self._progress.at(BETWEEN_STEPS)
 
     def end(self) -> EndedStep:
         """Wait for the oldest step's tokens, and send the KV that the step computed."""
         plan, step, start_s = self._begun.popleft()
-        self._heartbeat.at(f"at the end of step {plan.step}")
+        self._progress.at(f"at the end of step {plan.step}")
         sampled = step.wait()
         self._sender.after_step(plan, step.requests)
-        self._heartbeat.at(BETWEEN_STEPS)
+        self._progress.at(BETWEEN_STEPS)
         start_s, self._ended_s = max(start_s, self._ended_s), self._clock.now_s()
         before_s, self._communication_s = self._communication_s, self._rank.step_recorder.communication_s
         return EndedStep(plan, sampled, self._ended_s - start_s, self._communication_s - before_s)

@@ -15,7 +15,7 @@ LOOK_S = 1.0
 BETWEEN_STEPS = "between two steps"
 
 
-class Heartbeat:
+class LoopProgress:
     """Progress of a work loop. One thread records it, and any thread may read it."""
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class LoopWatch:
     """
 
     def __init__(
-        self, heartbeat: Heartbeat, name: str, limit_s: float, end: Callable[[], None], *, look_s: float = LOOK_S
+        self, progress: LoopProgress, name: str, limit_s: float, end: Callable[[], None], *, look_s: float = LOOK_S
     ) -> None:
         """Create a watchdog, which calls ``end`` once if the loop ``name`` has made no progress for ``limit_s``."""
-        self._heartbeat, self._name, self._end, self._look_s = heartbeat, name, end, look_s
+        self._progress, self._name, self._end, self._look_s = progress, name, end, look_s
         self._max_looks = math.ceil(limit_s / look_s)
-        self._seen_count = heartbeat.count
+        self._seen_count = progress.count
         self._num_still = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="loop watch", daemon=True)
@@ -59,8 +59,8 @@ class LoopWatch:
 
     def look(self) -> bool:
         """Return whether the loop has been stuck for too long. Called every ``look_s`` seconds."""
-        if self._heartbeat.count != self._seen_count:
-            self._seen_count, self._num_still = self._heartbeat.count, 0
+        if self._progress.count != self._seen_count:
+            self._seen_count, self._num_still = self._progress.count, 0
         else:
             self._num_still += 1
         return self._num_still >= self._max_looks
@@ -75,7 +75,7 @@ class LoopWatch:
     def _report(self) -> None:
         """Log where the loop is stuck. Use another thread, since the loop may be stuck in logging."""
         line = "%s made no progress for %g s (resources.step_timeout_s) %s; ending this process"
-        args = (line, self._name, self._num_still * self._look_s, self._heartbeat.position)
+        args = (line, self._name, self._num_still * self._look_s, self._progress.position)
         reporting = threading.Thread(target=_log.error, args=args, daemon=True)
         reporting.start()
         reporting.join(LOOK_S)

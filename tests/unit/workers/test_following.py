@@ -23,7 +23,7 @@ from workers.engine.batch import BegunStep, SampledTokens
 from workers.loop import leader_link
 from workers.loop.leader_link import LocalLink, RemoteLink
 from workers.loop.rank_steps import PATIENCE_S, RankSteps
-from workers.loop.watch import Heartbeat
+from workers.loop.watch import LoopProgress
 from workers.worker import Worker
 
 
@@ -57,7 +57,7 @@ class Rank:
         reports = SimpleNamespace(count=lambda _: None, next=lambda *_, **__: None)
         clock: Any = SimpleNamespace(now_s=lambda: self.now_s)
         inbox: Any = SimpleNamespace(receive=self.receive, dropped={})
-        worker: Any = SimpleNamespace(heartbeat=Heartbeat(), _inbox=inbox, _clock=clock)
+        worker: Any = SimpleNamespace(progress=LoopProgress(), _inbox=inbox, _clock=clock)
         worker._handle, worker._messages = partial(Worker._handle, worker), partial(Worker._messages, worker)
         rank: Any = SimpleNamespace(
             runner=SimpleNamespace(begin=self.begin, requests={}),
@@ -73,7 +73,7 @@ class Rank:
             link = RemoteLink(spec, rank, "leader", 1, inbox, nobody, clock)
         tiers = SimpleNamespace(submit=lambda job: self.calls.append(("job", job.job_id)))
         parts: Any = SimpleNamespace(tiers=tiers)
-        Worker._work(worker, link, RankSteps(rank, sender, nobody, clock, worker.heartbeat), parts)
+        Worker._work(worker, link, RankSteps(rank, sender, nobody, clock, worker.progress), parts)
         return self.calls
 
 

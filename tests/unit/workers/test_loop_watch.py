@@ -14,35 +14,35 @@ from cluster.logs import ProcessLog
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Role
 from tests.fakes.worker_specs import lone_worker
-from workers.loop.watch import Heartbeat, LoopWatch
+from workers.loop.watch import LoopProgress, LoopWatch
 
 LONG_S = 30.0
 LOOK_S = 0.01
 
 
-def make_watch(heartbeat: Heartbeat, limit_s: float = 5.0) -> LoopWatch:
+def make_watch(progress: LoopProgress, limit_s: float = 5.0) -> LoopWatch:
     """Return a watch that checks only on request."""
-    return LoopWatch(heartbeat, "decode-0 rank 1", limit_s, threading.Event().set, look_s=1.0)
+    return LoopWatch(progress, "decode-0 rank 1", limit_s, threading.Event().set, look_s=1.0)
 
 
 def test_as_many_looks_as_the_limit_has_seconds_see_it() -> None:
-    watch = make_watch(Heartbeat(), limit_s=4.5)
+    watch = make_watch(LoopProgress(), limit_s=4.5)
     assert [watch.look() for _ in range(5)] == [False, False, False, False, True]
 
 
 def test_a_slow_loop_continues() -> None:
-    heartbeat = Heartbeat()
-    watch = make_watch(heartbeat)
+    progress = LoopProgress()
+    watch = make_watch(progress)
     for number in range(20):
         assert not any(watch.look() for _ in range(4))
-        heartbeat.at(f"in step {number % 2}")
+        progress.at(f"in step {number % 2}")
         assert not watch.look(), "it begins anew"
 
 
 def test_a_hung_loop_is_reported_once_and_ended(caplog: pytest.LogCaptureFixture) -> None:
-    heartbeat, ended = Heartbeat(), threading.Event()
-    heartbeat.at("in step 7")
-    with LoopWatch(heartbeat, "decode-0 rank 1", 0.05, ended.set, look_s=LOOK_S):
+    progress, ended = LoopProgress(), threading.Event()
+    progress.at("in step 7")
+    with LoopWatch(progress, "decode-0 rank 1", 0.05, ended.set, look_s=LOOK_S):
         assert ended.wait(LONG_S)
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
@@ -53,7 +53,7 @@ def test_a_hung_loop_is_reported_once_and_ended(caplog: pytest.LogCaptureFixture
 
 def test_a_loop_that_is_over_is_not_ended() -> None:
     ended = threading.Event()
-    with LoopWatch(Heartbeat(), "decode-0 rank 1", 0.2, ended.set, look_s=LOOK_S):
+    with LoopWatch(LoopProgress(), "decode-0 rank 1", 0.2, ended.set, look_s=LOOK_S):
         pass
     assert not ended.wait(0.4)
 
@@ -62,14 +62,14 @@ def test_a_loop_that_hangs_in_the_log_is_ended(caplog: pytest.LogCaptureFixture)
     ended = threading.Event()
     lock = caplog.handler.lock
     assert lock is not None
-    with lock, LoopWatch(Heartbeat(), "decode-0 rank 1", 0.05, ended.set, look_s=LOOK_S):
+    with lock, LoopWatch(LoopProgress(), "decode-0 rank 1", 0.05, ended.set, look_s=LOOK_S):
         assert ended.wait(LONG_S)
 
 
 STEP = """
 import os, time
-from workers.loop.watch import LoopWatch, Heartbeat, end_process
-with LoopWatch(Heartbeat(), "decode-0 rank 1", 1.0, end_process, look_s=0.1):
+from workers.loop.watch import LoopWatch, LoopProgress, end_process
+with LoopWatch(LoopProgress(), "decode-0 rank 1", 1.0, end_process, look_s=0.1):
     print("begun", flush=True)
     for _ in range({num_tenths}):
         time.sleep(0.1)
@@ -106,9 +106,9 @@ class HungWorker:
     """Worker whose loop hangs. ``run`` returns when the process would have ended."""
 
     def __init__(self, config: DeployConfig, ended: threading.Event) -> None:
-        self.spec, self.heartbeat, self._ended, self.is_closed = (
+        self.spec, self.progress, self._ended, self.is_closed = (
             lone_worker(config, Role.DECODE),
-            Heartbeat(),
+            LoopProgress(),
             ended,
             False,
         )

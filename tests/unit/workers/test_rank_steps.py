@@ -21,7 +21,7 @@ from tests.unit.workers.test_feed_forward import HIDDEN, MOE
 from tests.unit.workers.test_replica_leader import leader_of
 from workers.layers.feed_forward import MoeBlock
 from workers.loop.rank_steps import RankSteps, StepMeter, StepReports
-from workers.loop.watch import BETWEEN_STEPS, Heartbeat
+from workers.loop.watch import BETWEEN_STEPS, LoopProgress
 from workers.parallel.collectives import ModelGroups
 from workers.scheduler.prefill_request import SendMeter
 
@@ -35,7 +35,7 @@ class FakeParts:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.heartbeat = Heartbeat()
+        self.progress = LoopProgress()
         self.runner = self.step_recorder = self
         self.recorder = SimpleNamespace(begin=lambda _: True)
         self.communication_s = 7.0
@@ -77,7 +77,7 @@ class FakeParts:
         return self._now_s
 
     def _note(self, *call: Any) -> None:
-        assert self.heartbeat.position != BETWEEN_STEPS, call
+        assert self.progress.position != BETWEEN_STEPS, call
         self.calls.append(call)
 
 
@@ -93,17 +93,17 @@ def parts() -> FakeParts:
 @pytest.fixture
 def steps(parts: FakeParts) -> RankSteps:
     fake: Any = parts
-    return RankSteps(fake, fake, fake, fake, parts.heartbeat)
+    return RankSteps(fake, fake, fake, fake, parts.progress)
 
 
 def test_cached_pages_are_sent_before_the_forward_and_computed_ones_after(parts: FakeParts, steps: RankSteps) -> None:
     steps.begin(plan_of(3))
     begun = [("cached pages leave", 3), ("recorded from", 3), ("forward", 3, None), ("recorded to", 3)]
-    assert (parts.calls, steps.num_begun, parts.heartbeat.position) == (begun, 1, BETWEEN_STEPS)
+    assert (parts.calls, steps.num_begun, parts.progress.position) == (begun, 1, BETWEEN_STEPS)
     ended = steps.end()
     assert parts.calls[len(begun) :] == [("wait",), ("computed pages leave", 3)]
     assert (ended.plan.step, ended.sampled, ended.seconds) == (3, SAMPLED, 1.0)
-    assert (steps.num_begun, parts.heartbeat.position) == (0, BETWEEN_STEPS)
+    assert (steps.num_begun, parts.progress.position) == (0, BETWEEN_STEPS)
 
 
 def test_the_forward_gets_its_layerwise_load(parts: FakeParts, steps: RankSteps) -> None:
