@@ -33,8 +33,8 @@ from router.request import (
     GenerateRequest,
     OutputBatch,
     Pick,
+    Placement,
     RequestPhase,
-    Route,
     SendMessage,
     StartAttempt,
     WakeAt,
@@ -261,17 +261,17 @@ class RequestTable:
         """Start an attempt, or fail the request if a role has no ready replica."""
         shared = first.submit if first is not None else None
         if shared is not None:
-            route: Route | None = Route(prefill=None, decode=shared.decode)
+            placement: Placement | None = Placement(prefill=None, decode=shared.decode)
         else:
-            route = self._pick(request, room, request.avoided, now_s)
-        if route is None:
+            placement = self._pick(request, room, request.avoided, now_s)
+        if placement is None:
             after = f" for another attempt: {request.reason}" if request.reason else ""
             return self._fail(request, Cause.NO_REPLICA, f"no replica is ready{after}", [])
         assert room not in self._by_room, f"room {room} drawn twice"
         self._by_room[room] = request
-        submit = request.make_submit(room, route, shared.room if shared is not None else None, self.me)
+        submit = request.make_submit(room, placement, shared.room if shared is not None else None, self.me)
         request.submit, request.last_output_s = submit, now_s
-        request.cached_tokens, request.known_tokens = route.cached_tokens, route.known_tokens
+        request.cached_tokens, request.known_tokens = placement.cached_tokens, placement.known_tokens
         request.num_unanswered = 0
         self._move(request, RequestPhase.WAITING, "attempt")
         if submit.prefill is not None:

@@ -16,7 +16,7 @@ from cluster.spec.ids import Peer, Role, Room
 from cluster.spec.worker_spec import ALONE, RouterShare
 from router.directory import Breakers, Directory, Load, LoadBook
 from router.page_index import PageIndex, TierWeights
-from router.request import ANYBODY, GenerateRequest, Route
+from router.request import ANYBODY, GenerateRequest, Placement
 
 _MOST_PER_FREE = 4
 """Maximum number of tokens that a tenant may hold for each one that is free: four fifths of all if it is alone."""
@@ -171,7 +171,7 @@ class Picker:
             return f"the queue is full: with this request, {limit}{own} (decode.max_fill); try again later"
         return None
 
-    def pick(self, request: GenerateRequest, room: Room, avoided: frozenset[Peer], now_s: float) -> Route | None:
+    def pick(self, request: GenerateRequest, room: Room, avoided: frozenset[Peer], now_s: float) -> Placement | None:
         """Choose the replicas of an attempt that shares no prompt. Return None if a role has no ready replica."""
         prefills = self._peers(Role.PREFILL, now_s, avoided)
         decodes = self._peers(Role.DECODE, now_s, avoided)
@@ -181,13 +181,13 @@ class Picker:
             Role.DECODE, self._with_pages(decodes, request.max_len, request.tenant) or decodes, request, room
         )
         if request.is_probe:
-            return Route(prefill=None, decode=decode.peer)
+            return Placement(prefill=None, decode=decode.peer)
         skip_below = self._skip_below_tokens
         if skip_below and len(request.prompt_ids) - self._cached_for_sure(decode.peer, request) < skip_below:
-            return Route(prefill=None, decode=decode.peer)
+            return Placement(prefill=None, decode=decode.peer)
         prefill = self._choose(Role.PREFILL, self._with_room(prefills) or prefills, request, room)
         known_tokens = self._known_tokens(prefill.peer, request) if prefill.cached_tokens else 0
-        return Route(
+        return Placement(
             prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens, known_tokens=known_tokens
         )
 

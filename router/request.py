@@ -21,7 +21,7 @@ ChoiceId = NewType("ChoiceId", int)
 """Id of one choice of one prompt in this router: the room of its first attempt."""
 
 
-class Route(msgspec.Struct, frozen=True, kw_only=True):
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The replicas chosen for one attempt of a request."""
 
     prefill: Peer | None
@@ -101,7 +101,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True
     """Message that started the current attempt; None in phase PENDING."""
     cached_tokens: int = 0
     known_tokens: int = 0
-    """Prompt tokens that prefill is expected to find in the current attempt; see ``Route``."""
+    """Prompt tokens that prefill is expected to find in the current attempt; see ``Placement``."""
     output_ids: list[int] = msgspec.field(default_factory=list)
     """Tokens sent to the client, by all attempts."""
     avoided: frozenset[Peer] = frozenset()
@@ -162,7 +162,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True
     def wake_at_s(self) -> float:
         return min(self.due_s, self.deadline_s) if self.phase is RequestPhase.PENDING else self.deadline_s
 
-    def make_submit(self, room: Room, route: Route, prompt_of: Room | None, router: Peer) -> Submit:
+    def make_submit(self, room: Room, placement: Placement, prompt_of: Room | None, router: Peer) -> Submit:
         sampling = self.sampling
         if self.output_ids:  # the client received the prompt's log-probabilities with the first token
             sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
@@ -172,8 +172,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True
             num_given=len(self.output_ids),
             sampling=sampling,
             stopping=self.stopping,
-            prefill=route.prefill,
-            decode=route.decode,
+            prefill=placement.prefill,
+            decode=placement.decode,
             router=router,
             prompt_of=prompt_of,
             cache_salt=self.cache_salt,
@@ -202,8 +202,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True
         return None
 
 
-Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Route | None]
-"""Function (request, room, replicas to avoid if possible, time) that returns a Route; None if a role has no replica."""
+Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Placement | None]
+"""Function (request, room, replicas to avoid if possible, time) that chooses; None if a role has no replica."""
 
 
 def peers_of(submit: Submit) -> list[Peer]:

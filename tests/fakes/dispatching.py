@@ -9,7 +9,7 @@ from cluster.spec.sampling import FinishReason, Sampling, Stopping
 from cluster.spec.wire import TokenIds
 from router.directory import Breakers, LoadBook
 from router.dispatch import RequestTable
-from router.request import Action, ChoiceId, GenerateRequest, Route, SendMessage, StartAttempt, peers_of
+from router.request import Action, ChoiceId, GenerateRequest, Placement, SendMessage, StartAttempt, peers_of
 from tests.fakes.bootstrap import peer_of
 
 PREFILL, DECODE = peer_of("prefill-0"), peer_of("decode-0")
@@ -26,12 +26,12 @@ def ask(sampling: Sampling | None = None, dp_rank: int | None = None) -> Generat
     )
 
 
-def on(decode: Peer = DECODE, cached_tokens: int = 0) -> Route:
-    return Route(prefill=PREFILL, decode=decode, cached_tokens=cached_tokens)
+def on(decode: Peer = DECODE, cached_tokens: int = 0) -> Placement:
+    return Placement(prefill=PREFILL, decode=decode, cached_tokens=cached_tokens)
 
 
 def make(
-    *picks: Route | None,
+    *picks: Placement | None,
     max_retries: int = 0,
     avoided: list[frozenset[Peer]] | None = None,
     max_unanswered: int = 60,
@@ -39,7 +39,7 @@ def make(
     """Return a table that gets these picks, then always the same pair. ``avoided`` collects the avoided peers."""
     rooms, coming = itertools.count(1), iter(picks)
 
-    def pick(_request: GenerateRequest, _room: Room, shunned: frozenset[Peer], _now_s: float) -> Route | None:
+    def pick(_request: GenerateRequest, _room: Room, shunned: frozenset[Peer], _now_s: float) -> Placement | None:
         if avoided is not None:
             avoided.append(shunned)
         return next(coming, on())

@@ -12,7 +12,7 @@ from cluster.spec.messages import KvEvents, Submit
 from router.directory import Breakers, LoadBook
 from router.dispatch import RequestTable
 from router.page_index import PageIndex
-from router.request import Action, ChoiceId, GenerateRequest, Pick, Route
+from router.request import Action, ChoiceId, GenerateRequest, Pick, Placement
 
 Patch = pytest.MonkeyPatch
 
@@ -98,7 +98,7 @@ def retry_where_it_failed(patch: Patch) -> None:
             inner.setattr(self, "_pick", lambda *_: first)
             return begin(self, request, room, now_s, *others)
 
-    firsts: dict[ChoiceId, Route | None] = {}
+    firsts: dict[ChoiceId, Placement | None] = {}
     patch.setattr(RequestTable, "_begin", begin_there)
 
 

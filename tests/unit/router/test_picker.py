@@ -16,7 +16,7 @@ from cluster.spec.worker_spec import router_shares
 from router.directory import Breakers, BreakerState, Directory, LoadBook
 from router.page_index import PromptKeys
 from router.picker import Picker
-from router.request import ANYBODY, GenerateRequest, Route
+from router.request import ANYBODY, GenerateRequest, Placement
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
 
 ASK = GenerateRequest(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
@@ -35,7 +35,7 @@ class Choices:
         )
         self._picker = Picker(config, directory, LoadBook(), self.breakers, random.Random(0))
 
-    def picks(self, *avoided: Peer, now_s: float = 0.0) -> list[Route | None]:
+    def picks(self, *avoided: Peer, now_s: float = 0.0) -> list[Placement | None]:
         return [self._picker.pick(ASK, Room(1), frozenset(avoided), now_s) for _ in range(6)]
 
     def names(self, *avoided: Peer, now_s: float = 0.0) -> set[str]:
@@ -96,7 +96,7 @@ def test_page_keys_are_computed_if_there_is_a_cache(
     assert Picker(config, Directory(grace_s=3.0), LoadBook(), breakers).prefix_roles == roles
 
 
-def picked_with_cached_prompt(config: DeployConfig, tier: Tier) -> Route | None:
+def picked_with_cached_prompt(config: DeployConfig, tier: Tier) -> Placement | None:
     """Return the choice for a prompt of 256 pages that all replicas have in one tier."""
     directory = Directory(grace_s=3.0)
     directory.update(table_of(*map(entry_of, PEERS)), 0.0)
@@ -118,17 +118,17 @@ def picked_with_cached_prompt(config: DeployConfig, tier: Tier) -> Route | None:
 def test_decode_computes_short_prompts_missing_from_its_memory(tier: Tier, *, is_skipped: bool) -> None:
     """Storage could fail to deliver, and decode would then compute a long prompt next to its streams."""
     config = DeployConfig.model_validate({"kv": {"page_size": 64}, "prefill": {"skip_below_tokens": 128}})
-    route = picked_with_cached_prompt(config, tier)
-    assert route is not None
-    assert (route.prefill is None) == is_skipped
+    placement = picked_with_cached_prompt(config, tier)
+    assert placement is not None
+    assert (placement.prefill is None) == is_skipped
 
 
 @pytest.mark.parametrize("tier", Tier)
 def test_known_tokens_are_those_of_all_tiers_without_the_last_page(tier: Tier) -> None:
-    route = picked_with_cached_prompt(DeployConfig.model_validate({"kv": {"page_size": 64}}), tier)
-    assert route is not None
-    assert route.known_tokens == 255 * 64
-    assert (route.cached_tokens == route.known_tokens) == (tier is Tier.DEVICE)
+    placement = picked_with_cached_prompt(DeployConfig.model_validate({"kv": {"page_size": 64}}), tier)
+    assert placement is not None
+    assert placement.known_tokens == 255 * 64
+    assert (placement.cached_tokens == placement.known_tokens) == (tier is Tier.DEVICE)
 
 
 def test_a_further_choice_that_is_tried_again_needs_pages_for_its_prompt() -> None:
@@ -252,4 +252,4 @@ def test_decode_alone_computes_a_probe_and_not_the_replica_that_it_checks() -> N
     picker = Picker(DeployConfig(), directory, LoadBook(), Breakers(max_failures=1, open_s=10.0), random.Random(0))
     probe = msgspec.structs.replace(ASK, is_probe=True)
     picks = [picker.pick(probe, Room(1), frozenset([PEERS[2]]), 0.0) for _ in range(4)]
-    assert picks == [Route(prefill=None, decode=PEERS[3])] * 4
+    assert picks == [Placement(prefill=None, decode=PEERS[3])] * 4
