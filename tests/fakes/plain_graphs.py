@@ -12,7 +12,7 @@ from workers.attention.merge import Partial
 from workers.attention.runs import Run
 from workers.attention.selection import IndexQueries
 from workers.attention.torch_backend import TorchAttention
-from workers.engine.page_share import PageShare
+from workers.engine.owned_pages import OwnedPages
 from workers.engine.selected_keys import SelectableKeys
 
 
@@ -39,8 +39,8 @@ class PlainDecode:
 
     @property
     def _selectable(self) -> SelectableKeys:
-        share = PageShare(1, (0,) * len(self._tables), self._page_size)
-        return SelectableKeys(TorchAttention(), self._runs, self._tables, share)
+        owned = OwnedPages(1, (0,) * len(self._tables), self._page_size)
+        return SelectableKeys(TorchAttention(), self._runs, self._tables, owned)
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         step = TorchAttention().prepare(self._runs, self._tables, self._page_size)

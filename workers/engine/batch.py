@@ -22,7 +22,7 @@ from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepShape
 from workers.attention.runs import Run
 from workers.context_parallel.shard_plan import Indices, ShardPlan, TokenLocation, plan_shards
 from workers.device import Device, Event, device_of
-from workers.engine.page_share import PageShare
+from workers.engine.owned_pages import OwnedPages
 from workers.engine.sampler import PendingSamples
 from workers.parallel.collectives import Communicator
 
@@ -233,11 +233,11 @@ class StepBatch:
         """Return the number of prefix tokens in this rank's pages, by request."""
         return self.prefix_lens_by_owner[self.cp_rank % len(self.prefix_lens_by_owner)]
 
-    def share_of(self, owner: int) -> PageShare:
-        """Return the share of each request's pages that an owner holds."""
+    def owned_by(self, owner: int) -> OwnedPages:
+        """Return the pages of each request that an owner holds."""
         owners = len(self.prefix_lens_by_owner)
         firsts = tuple((owner - first) % owners for first in self.first_owners)
-        return PageShare(owners, firsts, self.page_size)
+        return OwnedPages(owners, firsts, self.page_size)
 
     def owned_rows(self, cp_rank: int, null_slot: int) -> tuple[Tensor, Tensor]:
         """Return the indices of those rows of a rank that belong in this rank's pages, and their slots."""

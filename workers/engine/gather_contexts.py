@@ -32,7 +32,7 @@ class GatherContext(StepContext):
     @cached_property
     def _selectable(self) -> SelectableKeys:
         (pages,) = self.batch.pages
-        return SelectableKeys(self.backend, self.batch.runs, pages.tables, self.batch.share_of(0))
+        return SelectableKeys(self.backend, self.batch.runs, pages.tables, self.batch.owned_by(0))
 
     def put(self, layer: int, *parts: Tensor) -> None:  # noqa: ARG002
         self._gathered = self.exchange.kv_gather.start(self.batch.shards, *parts)

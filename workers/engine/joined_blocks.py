@@ -12,7 +12,7 @@ from workers.attention.interface import AttentionBackend
 from workers.attention.runs import RankRuns
 from workers.device import device_of
 from workers.engine.batch import StepBatch
-from workers.engine.page_share import PageShare
+from workers.engine.owned_pages import OwnedPages
 from workers.engine.selected_keys import SelectableKeys
 
 
@@ -31,15 +31,15 @@ class JoinedBlocks:
         begins = list(accumulate((pages_for(length, batch.page_size) for length in lens), initial=0))
         self.num_slots = begins[-1] * batch.page_size
         tables = device.put(torch.arange(begins[-1])).split_with_sizes([end - begin for begin, end in pairwise(begins)])
-        self.keys = SelectableKeys(backend, batch.runs, tables, PageShare(1, (0,) * len(tables), batch.page_size))
+        self.keys = SelectableKeys(backend, batch.runs, tables, OwnedPages(1, (0,) * len(tables), batch.page_size))
         self.slots: list[Tensor] = []
         """Slots of the rows in each rank's block."""
         for source, runs in enumerate(key_runs):
-            share, lens_of_prefixes = batch.share_of(source), batch.prefix_lens_by_owner[source]
+            owned, lens_of_prefixes = batch.owned_by(source), batch.prefix_lens_by_owner[source]
             num_prefixes = sum(length > 0 for length in lens_of_prefixes)
             positions = [torch.arange(0)]
             for number, run in enumerate(runs):
                 own = torch.arange(run.count) * run.step + run.first_position
-                held = share.positions(share.firsts[run.request], own) if number < num_prefixes else own
+                held = owned.positions(owned.firsts[run.request], own) if number < num_prefixes else own
                 positions.append(held + begins[run.request] * batch.page_size)
             self.slots.append(device.put(torch.cat(positions)))

@@ -207,8 +207,8 @@ class PassQContext(StepContext):
     @cached_property
     def _selectable(self) -> SelectableKeys:
         batch = self.batch
-        share, agree = batch.share_of(batch.cp_rank), partial(_are_best, self.exchange.group)
-        return SelectableKeys(self.backend, self._everything, batch.pages[0].tables, share, agree)
+        owned, agree = batch.owned_by(batch.cp_rank), partial(_are_best, self.exchange.group)
+        return SelectableKeys(self.backend, self._everything, batch.pages[0].tables, owned, agree)
 
 
 def _are_best(group: Communicator, own: Chosen, top_k: int) -> Tensor:

@@ -12,7 +12,7 @@ from workers.attention.merge import Partial
 from workers.attention.runs import Run
 from workers.attention.selection import NO_KEY, Chosen, IndexQueries, QueryRun
 from workers.device import device_of
-from workers.engine.page_share import PageShare
+from workers.engine.owned_pages import OwnedPages
 
 _MOST_QUERIES = 64
 """Number of queries on whose best keys the ranks agree at a time."""
@@ -31,22 +31,22 @@ class SelectableKeys:
         backend: AttentionBackend,
         query_runs: Sequence[Run],
         tables: Sequence[Tensor],
-        share: PageShare,
+        owned: OwnedPages,
         agree: Agree | None = None,
     ) -> None:
-        """``tables[request]`` holds the pages of the share, int64, in order of position.
+        """``tables[request]`` holds the owned pages, int64, in order of position.
 
         With ``agree``, which is called equally often on all ranks that hold a share of the same keys, only keys that
         are among the best of all ranks are selected.
         """
-        self._share, self._agree = share, agree
-        firsts = np.array([share.firsts[run.request] for run in query_runs], dtype=np.int64)
+        self._owned, self._agree = owned, agree
+        firsts = np.array([owned.firsts[run.request] for run in query_runs], dtype=np.int64)
         self._firsts = np.repeat(firsts, [run.count for run in query_runs])
         """First page of each query's request."""
         ends = accumulate((run.count for run in query_runs), initial=0)
         runs = []
         for run, begin in zip(query_runs, ends, strict=False):
-            num_visible = share.num_held(run.request, run.first_position + np.arange(run.count) * run.step + 1)
+            num_visible = owned.num_held(run.request, run.first_position + np.arange(run.count) * run.step + 1)
             runs.append(QueryRun(slice(begin, begin + run.count), tables[run.request], num_visible))
         self._step = backend.prepare_selection(runs, None if agree is None else _MOST_QUERIES)
 
@@ -61,7 +61,7 @@ class SelectableKeys:
             is_kept = found.scores > -torch.inf
             if self._agree is not None:
                 firsts = device_of(keys).put(torch.from_numpy(self._firsts[batch]))[:, None]
-                is_kept = self._agree(Chosen(found.scores, self._share.positions(firsts, found.keys)), top_k)
+                is_kept = self._agree(Chosen(found.scores, self._owned.positions(firsts, found.keys)), top_k)
             numbers = found.keys.masked_fill(~is_kept, NO_KEY).int()
             if self._agree is not None:
                 numbers = numbers.sort(-1, descending=True).values

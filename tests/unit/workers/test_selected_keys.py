@@ -28,7 +28,7 @@ from workers.attention.selection import (
     index_scores,
 )
 from workers.attention.torch_backend import TorchAttention
-from workers.engine.page_share import PageShare
+from workers.engine.owned_pages import OwnedPages
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.selected_keys import SelectableKeys
@@ -137,14 +137,14 @@ def test_a_query_without_rows_gets_the_empty_partial() -> None:
     page_size=st.sampled_from([1, 3, 8]),
     num_tokens=st.integers(0, 60),
 )
-def test_shares_cover_all_tokens_once(owners: int, base: int, page_size: int, num_tokens: int) -> None:
+def test_owners_cover_all_tokens_once(owners: int, base: int, page_size: int, num_tokens: int) -> None:
     every: list[int] = []
     for owner in range(owners):
-        share = PageShare(owners, ((owner - base) % owners,), page_size)
+        owned = OwnedPages(owners, ((owner - base) % owners,), page_size)
         held = [t for t in range(num_tokens) if (base + t // page_size) % owners == owner]
-        counts = share.num_held(0, np.arange(num_tokens + 1))
+        counts = owned.num_held(0, np.arange(num_tokens + 1))
         assert counts.tolist() == [sum(t < count for t in held) for count in range(num_tokens + 1)]
-        assert share.positions(share.firsts[0], torch.arange(len(held))).tolist() == held
+        assert owned.positions(owned.firsts[0], torch.arange(len(held))).tolist() == held
         every += held
     assert sorted(every) == list(range(num_tokens))
 
@@ -165,7 +165,7 @@ def test_memory_does_not_grow_with_the_context(monkeypatch: pytest.MonkeyPatch) 
         TorchAttention(),
         [Run(0, num_keys - 200, 200, 1)],
         [torch.arange(num_keys // page_size)],
-        PageShare(1, (0,), page_size),
+        OwnedPages(1, (0,), page_size),
     )
     selectable.select(IndexQueries(torch.randn(200, 2, 4), torch.randn(200, 2)), keys, 5)
     assert max(sizes) <= most

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-class PageShare(NamedTuple):
+class OwnedPages(NamedTuple):
     """Pages of each request that one of ``owners`` ranks holds: page j of a request if j % owners equals its first."""
 
     owners: int
