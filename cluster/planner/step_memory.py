@@ -70,7 +70,7 @@ def _layer_bytes(
     attention = max(exchange.attention_bytes(form) if exchange else form.plain for form in forms)
     # A rank that gathers other shards' tokens computes less of the width, but holds all tokens and their sums.
     gathered = 2 * hidden * (pool.parallel.dp - 1)
-    dense = gathered + cost.dense_width / tp + (hidden if cost.experts_per_token else 0)
+    dense = gathered + cost.dense / hidden / tp + (hidden if cost.experts_per_token else 0)
     row, experts = num_tokens * itemsize, _expert_bytes(config, pool, model, cost, num_tokens)
     return max(attention, row * dense, row * 2 * hidden, experts) + row * 2 * hidden
 
@@ -106,7 +106,7 @@ def _expert_bytes(config: DeployConfig, pool: Pool, model: ModelFacts, cost: Lay
     hidden, itemsize = model.config.hidden_size, DTYPE_BYTES[model.dtype]
     has_all = pool.parallel.dp == 1 and num_tokens == pool.chunk_tokens  # then every rank computes all tokens
     shards = 1 if has_all else _num_shards(pool.parallel, model.config)
-    inner = cost.routed_width / (3 * per_token * moe_tp_size(pool.parallel))
+    inner = cost.routed / hidden / (3 * per_token * moe_tp_size(pool.parallel))
     tokens = num_tokens * shards
     received = tokens * hidden * itemsize * (shards > 1)
     if config.resources.device is Device.CPU:
@@ -140,7 +140,7 @@ def graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     own = 4 * hidden + attention / parallel.tp + 2 * hidden * (shards - 1)
     # Each token of each shard takes a row for each chosen expert, even if another rank holds that expert.
     inner = max(
-        cost.dense_width / (parallel.dp * parallel.tp) + cost.routed_width / moe_tp_size(parallel)
+        (cost.dense / (parallel.dp * parallel.tp) + cost.routed / moe_tp_size(parallel)) / hidden
         for cost in model.config.layer_costs
     )
     widths = own + shards * (inner + _answers_width(model.config))

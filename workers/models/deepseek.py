@@ -50,12 +50,13 @@ V32_DEFAULTS: dict[str, Any] = {**V3_DEFAULTS, "index_n_heads": 64, "index_head_
 
 
 def read_v2(hf: HfConfig) -> DecoderConfig:
-    method = one_of(hf, "topk_method", "greedy", "group_limited_greedy")
-    one_of(hf, "scoring_func", "softmax", None)
-    one_of(hf, "norm_topk_prob", False, None)
-    one_of(hf, "mlp_bias", False, None)
+    method = hf.one_of("topk_method", "greedy", "group_limited_greedy")
+    hf.one_of("scoring_func", "softmax", None)
+    hf.one_of("norm_topk_prob", False, None)
+    hf.one_of("mlp_bias", False, None)
     num_groups, top_groups = (1, 1) if method == "greedy" else (hf.positive("n_group"), hf.positive("topk_group"))
-    router = RouterConfig(is_fp32=True, num_groups=num_groups, top_groups=top_groups, scale=_scale(hf))
+    scale = hf.number("routed_scaling_factor")
+    router = RouterConfig(is_fp32=True, num_groups=num_groups, top_groups=top_groups, scale=scale)
     return _read(hf, router, renormalize=False, is_interleaved=True)
 
 
@@ -65,7 +66,7 @@ def read_v3(hf: HfConfig) -> DecoderConfig:
 
 
 def read_v32(hf: HfConfig) -> DecoderConfig:
-    one_of(hf, "indexer_rope_interleave", False, None)
+    hf.one_of("indexer_rope_interleave", False, None)
     return read_indexed(hf, interleaves_index=False)
 
 
@@ -73,13 +74,13 @@ def read_indexed(
     hf: HfConfig, *, interleaves_index: bool, shares_selection: Sequence[bool] | None = None
 ) -> DecoderConfig:
     """Read a model with V3's attention and experts, and indexers in the layers that do not share a selection."""
-    one_of(hf, "rope_interleave", True, None)
-    one_of(hf, "moe_layer_freq", 1, None)
-    one_of(hf, "mlp_bias", False, None)
+    hf.one_of("rope_interleave", True, None)
+    hf.one_of("moe_layer_freq", 1, None)
+    hf.one_of("mlp_bias", False, None)
     hf.positive("q_lora_rank")
     kinds, are_sparse = hf.get("mlp_layer_types"), None
     if kinds is not None:
-        kinds = kinds_of_layers(hf, "mlp_layer_types", kinds, ("dense", "sparse"))
+        kinds = hf.by_layer("mlp_layer_types", kinds, "dense", "sparse")
         are_sparse = [kind == "sparse" for kind in kinds]
     renormalize = hf.flag("norm_topk_prob")
     config = _read(hf, _v3_router(hf), renormalize=renormalize, is_interleaved=True, are_sparse=are_sparse)
@@ -99,8 +100,8 @@ def read_indexed(
 
 
 def _v3_router(hf: HfConfig) -> RouterConfig:
-    one_of(hf, "topk_method", "noaux_tc", None)
-    one_of(hf, "scoring_func", "sigmoid", None)
+    hf.one_of("topk_method", "noaux_tc", None)
+    hf.one_of("scoring_func", "sigmoid", None)
     return RouterConfig(
         scores="sigmoid",
         is_fp32=True,
@@ -108,7 +109,7 @@ def _v3_router(hf: HfConfig) -> RouterConfig:
         num_groups=hf.positive("n_group"),
         top_groups=hf.positive("topk_group"),
         num_best=2,
-        scale=_scale(hf),
+        scale=hf.number("routed_scaling_factor"),
     )
 
 
@@ -123,7 +124,7 @@ def _read(
     """Read the fields that all of these models have in common. ``are_sparse`` says which layers have experts."""
     moe = _read_experts(hf, router, renormalize=renormalize)
     mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"))
-    num_dense, every = _count(hf, "first_k_dense_replace"), hf.positive("moe_layer_freq", 1)
+    num_dense, every = hf.count("first_k_dense_replace"), hf.positive("moe_layer_freq", 1)
     if are_sparse is None:
         are_sparse = [layer >= num_dense and layer % every == 0 for layer in range(hf.num_layers)]
     layers: list[FeedForwardConfig] = [moe if is_sparse else mlp for is_sparse in are_sparse]
@@ -132,17 +133,8 @@ def _read(
         _read_attention(hf, is_interleaved=is_interleaved),
         layers,
         renamed={"shared_expert": "shared_experts"},
-        num_draft_layers=_count(hf, "num_nextn_predict_layers"),
+        num_draft_layers=hf.count("num_nextn_predict_layers"),
     )
-
-
-def kinds_of_layers(hf: HfConfig, key: str, given: Sequence[str], allowed: Sequence[str]) -> Sequence[str]:
-    """Return a list with one entry per layer. ``key`` names the field that gives it."""
-    if len(given) != hf.num_layers:
-        raise UnsupportedModelError(f"{key} has {len(given)} entries; allowed: {hf.num_layers}, one for each layer")
-    if unknown := sorted(set(map(str, given)) - set(allowed)):
-        raise UnsupportedModelError(f"{key} has {', '.join(unknown)}; allowed: {' or '.join(allowed)}")
-    return given
 
 
 def _read_attention(hf: HfConfig, *, is_interleaved: bool) -> LatentAttentionConfig:
@@ -185,27 +177,7 @@ def _read_experts(hf: HfConfig, router: RouterConfig, *, renormalize: bool) -> M
         top_k=top_k,
         intermediate_size=width,
         renormalize=renormalize,
-        shared_size=width * _count(hf, "n_shared_experts"),
+        shared_size=width * hf.count("n_shared_experts"),
         has_shared_gate=False,
         router=router,
     )
-
-
-def one_of(hf: HfConfig, key: str, *allowed: object) -> object:
-    """Return a field's value. A missing field is None."""
-    if (value := hf.get(key)) not in allowed:
-        words = " or ".join(repr(each) for each in allowed if each is not None)
-        raise UnsupportedModelError(f"{key} is {value!r}; allowed: {words}")
-    return value
-
-
-def _count(hf: HfConfig, key: str) -> int:
-    """Return a number of at least zero. Null counts as zero."""
-    value = hf.get(key) or 0
-    if not isinstance(value, int) or value < 0:
-        raise UnsupportedModelError(f"config.json must give {key} as a number of at least 0, but gives {value!r}")
-    return value
-
-
-def _scale(hf: HfConfig) -> float:
-    return float(hf.get("routed_scaling_factor"))

@@ -6,7 +6,7 @@ See arXiv:2603.12201.
 from collections.abc import Sequence
 from typing import Any
 
-from workers.models.deepseek import V32_DEFAULTS, kinds_of_layers, one_of, read_indexed
+from workers.models.deepseek import V32_DEFAULTS, read_indexed
 from workers.models.hf_config import HfConfig
 from workers.models.interface import DecoderConfig, UnsupportedModelError
 
@@ -24,8 +24,8 @@ _LETTERS = {"F": "full", "S": "shared"}
 
 
 def read(hf: HfConfig) -> DecoderConfig:
-    one_of(hf, "indexer_rope_interleave", True, None)
-    types = kinds_of_layers(hf, "indexer_types", _indexer_types(hf), ("full", "shared"))
+    hf.one_of("indexer_rope_interleave", True, None)
+    types = hf.by_layer("indexer_types", _indexer_types(hf), "full", "shared")
     if types[0] != "full":
         raise UnsupportedModelError(f"indexer_types begins with {types[0]}; allowed: full")
     return read_indexed(hf, interleaves_index=True, shares_selection=[each == "shared" for each in types])

@@ -58,6 +58,35 @@ class HfConfig:
             raise UnsupportedModelError(f"config.json must give {key} as a positive integer, but gives {value!r}")
         return value
 
+    def count(self, key: str) -> int:
+        """Return an integer of at least zero. Null counts as zero."""
+        value = self.raw.get(key) or 0
+        if not isinstance(value, int) or value < 0:
+            raise UnsupportedModelError(f"config.json must give {key} as a number of at least 0, but gives {value!r}")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.raw.get(key)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise UnsupportedModelError(f"config.json must give {key} as a number, but gives {value!r}")
+        return float(value)
+
+    def one_of(self, key: str, *allowed: object) -> object:
+        """Return a value that must be among the allowed ones. A missing field is None."""
+        if (value := self.raw.get(key)) not in allowed:
+            words = " or ".join(repr(each) for each in allowed if each is not None)
+            raise UnsupportedModelError(f"{key} is {value!r}; allowed: {words}")
+        return value
+
+    def by_layer(self, key: str, given: Sequence[str], *allowed: str) -> Sequence[str]:
+        """Return a list of allowed words, one for each layer. ``key`` names the field that gives it."""
+        if len(given) != self.num_layers:
+            expected = f"{self.num_layers}, one for each layer"
+            raise UnsupportedModelError(f"{key} has {len(given)} entries; allowed: {expected}")
+        if unknown := sorted(set(map(str, given)) - set(allowed)):
+            raise UnsupportedModelError(f"{key} has {', '.join(unknown)}; allowed: {' or '.join(allowed)}")
+        return given
+
     @property
     def num_layers(self) -> int:
         num_layers = self.positive("num_hidden_layers")
@@ -161,7 +190,6 @@ def read_decoder(
     attention: AnyAttentionConfig,
     feed_forward: Sequence[FeedForwardConfig],
     windows: Sequence[int | None] | None = None,
-    shares_selection: Sequence[bool] | None = None,
     renamed: Mapping[str, str] | None = None,
     num_draft_layers: int = 0,
 ) -> DecoderConfig:
@@ -174,8 +202,8 @@ def read_decoder(
         attention=attention,
         feed_forward=tuple(feed_forward),
         windows=tuple(windows or [None] * len(feed_forward)),
-        shares_selection=tuple(shares_selection or [False] * len(feed_forward)),
-        rms_norm_eps=float(hf.get("rms_norm_eps")),
+        shares_selection=(False,) * len(feed_forward),
+        rms_norm_eps=hf.number("rms_norm_eps"),
         rope=read_rope_config(hf.raw, max_len),
         max_position_embeddings=max_len,
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
@@ -228,14 +256,10 @@ def every_layers_window(hf: HfConfig) -> list[int | None]:
 
 def windows_by_type(hf: HfConfig, usual_types: Sequence[str]) -> list[int | None]:
     """Return each layer's window in a Qwen model, from `layer_types` or else from ``usual_types``."""
-    num_layers = hf.num_layers
-    layer_types = hf.get("layer_types") or usual_types
-    if len(layer_types) != num_layers or (unknown := set(layer_types) - {FULL_ATTENTION, SLIDING_ATTENTION}):
-        given = f"{len(layer_types)} entries" if len(layer_types) != num_layers else ", ".join(sorted(unknown))
-        allowed = f"{num_layers} entries of {FULL_ATTENTION} or {SLIDING_ATTENTION}"
-        raise UnsupportedModelError(f"layer_types has {given}; allowed: {allowed}")
+    given = hf.get("layer_types") or usual_types
+    layer_types = hf.by_layer("layer_types", given, FULL_ATTENTION, SLIDING_ATTENTION)
     if not uses_windows(hf):
-        return [None] * num_layers
+        return [None] * hf.num_layers
     window = hf.positive("sliding_window")
     return [window if layer_type == SLIDING_ATTENTION else None for layer_type in layer_types]
 

@@ -54,9 +54,9 @@ class UnsupportedModelError(UserError):
 
 
 class LayerCost(NamedTuple):
-    """Numbers of matrix elements in one layer, and of one token's activations, by how they are sharded.
+    """Numbers of matrix elements in one layer, by how they are sharded, and its forms of attention.
 
-    Each element used costs 2 FLOPs per token. Widths count the matrices' inputs or outputs, but not hidden states.
+    Each element used costs 2 FLOPs per token.
     """
 
     queries: int
@@ -76,8 +76,6 @@ class LayerCost(NamedTuple):
     """Forms in which the layer can compute attention."""
     index_flops: int
     """FLOPs per (query, key) pair to select keys."""
-    dense_width: int
-    routed_width: int
 
     @property
     def used(self) -> int:
@@ -223,8 +221,6 @@ class DecoderConfig:
             experts_per_token=per_token,
             forms=attention.forms,
             index_flops=attention.index_flops,
-            dense_width=3 * feed_forward.dense_size,
-            routed_width=expert * per_token // hidden,
         )
 
     @property

@@ -223,7 +223,7 @@ def raw_config() -> dict[str, Any]:
         ({"quantization_config": {"quant_method": "awq"}}, ["quant_method is 'awq'", "allowed: 'fp8'"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
         ({"layer_types": ["full_attention", "linear_attention"]}, ["linear_attention", "sliding_attention"]),
-        ({"layer_types": ["full_attention"]}, ["layer_types has 1 entries", "2 entries of full_attention"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types has 1 entries", "allowed: 2, one for each layer"]),
         ({"use_sliding_window": True, "sliding_window": "8"}, ["sliding_window", "'8'"]),
         ({"rope_scaling": {"type": "su", "factor": 2}}, ["'su'", "yarn"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads (4)", "num_key_value_heads (3)"]),
