@@ -9,6 +9,7 @@ from cluster.simulator.environment import Environment
 from cluster.simulator.memory import Memory, Pieces, Text, Violation, num_head_copies
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
 from cluster.spec.ids import Room
+from cluster.spec.kv import pages_for
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepPlan
 from workers.handoff.kv_sender import KvSender
@@ -90,7 +91,7 @@ class VirtualDevice:
         memory, mine = self._memory, self._memory.record
         num_owners, layout, text = mine.num_owners, mine.layout, known.text
         first, end = request.first_position, request.first_position + len(request.token_ids)
-        seen = range(self._lifetimes[lifetime].first_page(first, PAGE_SIZE), -(-end // PAGE_SIZE))
+        seen = range(self._lifetimes[lifetime].first_page(first, PAGE_SIZE), pages_for(end, PAGE_SIZE))
         for number in seen:
             page = known.pages[lifetime][number]
             if page % num_owners != (mine.coords.cp if num_owners > 1 else 0):

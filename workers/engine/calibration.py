@@ -8,6 +8,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from cluster.spec.kv import pages_for
 from cluster.spec.ranks import moe_tp_size
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend, AttentionParams
@@ -118,7 +119,7 @@ def _measure_attention(model: DecoderModel, pool: PagePool, backend: AttentionBa
     samples, attention = model.device.samples, model.attention
     # The FLOPs below include all keys.
     params = replace(attention.params, window=None)
-    table = torch.full((-(-(samples.prefix + samples.queries) // pool.page_size),), pool.num_pages)
+    table = torch.full((pages_for(samples.prefix + samples.queries, pool.page_size),), pool.num_pages)
 
     def runs_s(runs: Sequence[Run]) -> float:
         step = backend.prepare(runs, [table] * len(runs), pool.page_size)
