@@ -12,7 +12,7 @@ from workers.expert_parallel.token_dispatcher import NO_EXPERT, RoutedTokens, ma
 from workers.kernels.elementwise import elementwise_kernels
 from workers.layers.config import FEW_CHOICES, MoeConfig, RouterConfig
 from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear
-from workers.layers.matmul import PackedMatrix, multiply, packed
+from workers.layers.matmul import PackedMatrix, multiply, multiply_groups, packed
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.collectives import Lens, ModelGroups, TokenExchange
 from workers.quant.fp8_matrix import Fp8Matrix, split_rows
@@ -134,6 +134,8 @@ class Experts(ShardedLayer):
         order, counts = self._counted(routed.experts)
         tokens, weights = order // routed.experts.shape[1], routed.weights.flatten()[order]
         out = torch.zeros(routed.hidden.shape, dtype=torch.float32, device=routed.hidden.device)
+        if (answers := self._computed_together(routed.hidden, tokens, counts)) is not None:
+            return out.index_add_(0, tokens, answers.float().mul_(weights[:, None])).to(routed.hidden.dtype)
         for expert, (mine, weight) in enumerate(
             zip(torch.split(tokens, counts), torch.split(weights, counts), strict=True)
         ):
@@ -143,6 +145,19 @@ class Experts(ShardedLayer):
                 out.index_add_(0, mine, answer.mul_(weight[:, None]))
                 del answer
         return out.to(routed.hidden.dtype)
+
+    def _computed_together(self, hidden: Tensor, tokens: Tensor, counts: list[int]) -> Tensor | None:
+        """Return the outputs of all experts, each for the next ``counts`` of the ``tokens``, from native code.
+
+        None if every expert has so many rows, or only weights so laid out, that it is faster alone.
+        """
+        if not isinstance(self.gate_up, list) or not isinstance(self.down, list):
+            return None
+        few_rows = self.gate_up[0].few_rows
+        if few_rows is None or max(counts) > few_rows.most:
+            return None
+        inner = gated(multiply_groups(few_rows.library, hidden[tokens], self.gate_up, counts))
+        return multiply_groups(few_rows.library, inner, self.down, counts)
 
     def _grouped(self, routed: RoutedTokens) -> Tensor:
         from workers.kernels import experts as kernels

@@ -1,6 +1,7 @@
 """Products with weights: plain ones, packed ones on CPUs with bf16 instructions, and ones in FP8."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from workers.device import device_of
-from workers.native.library import BLOCK_WIDTHS, Blocks, Library
+from workers.native.library import BLOCK_WIDTHS, Blocks, Library, WeightRows
 from workers.quant.fp8_matrix import Fp8Matrix
 
 _FEW_ROWS = 2
@@ -61,6 +62,19 @@ class PackedMatrix:
         """Multiply with oneDNN."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.matrix, bias, "none", [], "")
         return product
+
+
+def multiply_groups(library: Library, x: Tensor, matrices: Sequence[PackedMatrix], counts: Sequence[int]) -> Tensor:
+    """Multiply each group of adjacent rows of ``x [R, inputs]`` by its own matrix with native code.
+
+    The matrices have one shape, and ``counts`` are the numbers of their rows.
+    """
+    groups = list[WeightRows]()
+    for matrix, num_rows in zip(matrices, counts, strict=True):
+        if num_rows:
+            assert matrix.blocks is not None, "the layout is another one"
+            groups.append(WeightRows(matrix.address, matrix.blocks, num_rows))
+    return library.grouped_linear(x, groups, matrices[0].shape[0])
 
 
 Matrix = Tensor | Fp8Matrix | PackedMatrix

@@ -1,7 +1,7 @@
 """Bindings of the compiled library's functions to torch tensors."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -81,6 +81,14 @@ class Blocks(NamedTuple):
     """Number of elements from one block of outputs to the next."""
 
 
+class WeightRows(NamedTuple):
+    """Packed weight, and the number of rows that it multiplies."""
+
+    address: int
+    blocks: Blocks
+    num_rows: int
+
+
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -103,6 +111,7 @@ class _Functions:
         self.store_kv = find("store_kv", *[_POINTER] * 2, *[_SIZE] * 7)
         is_there = hasattr(library, f"baton_linear_{suffix}")
         self.linear = find("linear", *[_POINTER] * 4, *[_SIZE] * 8) if is_there else None
+        self.grouped_linear = find("grouped_linear", *[_POINTER] * 3, *[_SIZE] * 6) if is_there else None
 
 
 class Library:
@@ -289,6 +298,23 @@ class Library:
         assert blocks.width in BLOCK_WIDTHS, f"blocks have {blocks.width} outputs"
         given = (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), *blocks)
         num_parts, size = -(-num_outputs // _OUTPUTS), _OUTPUTS * num_inputs * num_rows
+        self._share(function, given, num_parts, size, _LEAST_SHARED_PRODUCTS)
+        return out
+
+    def grouped_linear(self, x: Tensor, groups: Sequence[WeightRows], num_outputs: int) -> Tensor:
+        """Return ``linear`` of each group of adjacent rows of ``x [R, inputs]`` with its own weight, without a bias."""
+        function = self._functions_for(x).grouped_linear
+        assert function is not None, "there is no such function for this CPU and dtype"
+        assert sum(group.num_rows for group in groups) == len(x), f"{len(x)} rows for {groups}"
+        assert all(group.num_rows <= MOST_ROWS for group in groups), f"groups have more than {MOST_ROWS} rows: {groups}"
+        num_inputs = x.shape[1]
+        assert num_inputs % 2 == 0, f"{num_inputs} inputs are no pairs"
+        assert x.stride(1) == 1, f"strides {x.stride()}"
+        out = x.new_empty(len(x), num_outputs)
+        fields = [field for address, blocks, num_rows in groups for field in (address, *blocks, num_rows)]
+        array = (ctypes.c_int64 * len(fields))(*fields)
+        given = (x.data_ptr(), array, out.data_ptr(), len(groups), num_inputs, num_outputs, x.stride(0))
+        num_parts, size = -(-num_outputs // _OUTPUTS), _OUTPUTS * num_inputs * len(x)
         self._share(function, given, num_parts, size, _LEAST_SHARED_PRODUCTS)
         return out
 

@@ -82,3 +82,20 @@ extern "C" void EXPORT(linear)(const Element* x, const Element* weight, const El
         set(out[row * num_outputs + first + j], sums[row * kOutputs + j] + (bias ? as_float(bias[first + j]) : 0.0f));
   }
 }
+
+// A weight as in linear, and the number of rows that it multiplies.
+struct Group {
+  const Element* weight;
+  int64_t width, block_stride, num_rows;
+};
+
+// Compute linear without a bias for groups of adjacent rows, each with a weight of its own.
+extern "C" void EXPORT(grouped_linear)(const Element* x, const Group* groups, Element* out, int64_t num_groups,
+                                       int64_t num_inputs, int64_t num_outputs, int64_t x_stride, int64_t begin,
+                                       int64_t end) {
+  for (const Group* group = groups; group < groups + num_groups; ++group) {
+    EXPORT(linear)(x, group->weight, nullptr, out, group->num_rows, num_inputs, num_outputs, x_stride, group->width,
+                   group->block_stride, begin, end);
+    x += group->num_rows * x_stride, out += group->num_rows * num_outputs;
+  }
+}

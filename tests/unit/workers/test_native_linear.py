@@ -16,8 +16,12 @@ from workers.device import CPU
 from workers.engine import native_kernels
 from workers.engine.native_kernels import use_native_products
 from workers.engine.weights import load_model
-from workers.layers.matmul import PackedMatrix, _find_blocks, packed
+from workers.expert_parallel.token_dispatcher import RoutedTokens
+from workers.layers.feed_forward import Experts
+from workers.layers.matmul import FewRows, PackedMatrix, _find_blocks, multiply_groups, packed
+from workers.layers.shard import even_shard
 from workers.native.library import BLOCK_WIDTHS, MOST_ROWS, Library
+from workers.parallel.collectives import Part
 
 pytestmark = [
     pytest.mark.native,
@@ -85,6 +89,33 @@ def test_products(
     product = matrix.multiply_few(library, x, bias)
     assert product.shape == (num_rows, num_outputs)
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=num_pairs * 1e-6)
+
+
+@pytest.mark.parametrize("counts", [[0, 0], [3, 0, 1], [MOST_ROWS, 2, 9]])
+def test_groups_of_rows_have_weights_of_their_own(library: Library, counts: list[int]) -> None:
+    matrices, x = [pack(draw(seed, 100, 40)) for seed in range(len(counts))], draw(7, sum(counts), 41)[:, 1:]
+    alone = [matrix.multiply_few(library, rows) for matrix, rows in zip(matrices, torch.split(x, counts), strict=True)]
+    assert torch.equal(multiply_groups(library, x, matrices, counts), torch.cat(alone))
+
+
+def test_experts_answer_together_as_each_does(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = Experts(64, even_shard(32, Part(0, 1)), range(2, 7))
+    for parameter in experts.parameters():
+        parameter.data = draw(len(parameter), *parameter.shape) / 8
+    experts.pack()
+    assert isinstance(experts.gate_up, list)
+    for num_tokens in (0, 1, 5, 40):
+        chosen = torch.rand(num_tokens, 9).topk(3).indices.int()
+        routed = RoutedTokens(draw(num_tokens, num_tokens, 64), chosen, torch.rand(num_tokens, 3))
+        for matrix in experts.gate_up:
+            matrix.few_rows = None
+        each = experts(routed)
+        for matrix in experts.gate_up:
+            matrix.few_rows = FewRows(library, MOST_ROWS)
+        linear = Mock(wraps=library.grouped_linear)
+        monkeypatch.setattr(library, "grouped_linear", linear)
+        torch.testing.assert_close(experts(routed), each)
+        assert linear.call_count == 2
 
 
 def test_threads_share_a_large_weight(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
