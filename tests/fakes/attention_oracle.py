@@ -28,7 +28,7 @@ from workers.engine.batch import StepBatch, build_step_batch
 from workers.engine.step_context import CpExchange, StepContext
 from workers.layers.attention import take
 from workers.memory.page_pool import PagePool
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 Array = NDArray[np.float64]
 

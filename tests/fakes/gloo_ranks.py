@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import HashStore
 
 from cluster.spec.strategy import Collectives
 from workers.device import Device
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 from workers.parallel.groups import join_group
 
 T = TypeVar("T")

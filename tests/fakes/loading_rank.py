@@ -14,7 +14,8 @@ from cluster.spec.config import ParallelConfig
 from cluster.spec.linear_shards import LinearShards
 from cluster.spec.ranks import GroupName, groups
 from workers.engine.weights import load_model, torch_dtype
-from workers.parallel.collectives import Communicator, ModelGroups
+from workers.parallel.communicator import Communicator
+from workers.parallel.model_groups import ModelGroups
 
 _NO_BACKEND: Any = SimpleNamespace(in_background=False)
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 T = TypeVar("T")
 

@@ -11,7 +11,8 @@ from cluster.spec.config import ParallelConfig
 from cluster.spec.ranks import GroupName, groups, sizes_of, world_size
 from cluster.spec.strategy import MoeDispatch
 from tests.fakes.thread_group import ThreadBackend
-from workers.parallel.collectives import Communicator, ModelGroups
+from workers.parallel.communicator import Communicator
+from workers.parallel.model_groups import ModelGroups
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from tests.fakes.gloo_ranks import on_gloo_ranks
 from tests.fakes.selection_oracle import SelectedRun, SelectedScenario
 from tests.fakes.thread_group import on_thread_ranks
 from workers.device import GPU
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compiles every kernel
 

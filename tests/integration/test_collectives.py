@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from cluster.spec.errors import PeerLostError
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 from workers.parallel.groups import join_group, join_store, open_store
 from workers.parallel.shared_memory import SharedMemoryCollectives
 from workers.parallel.torch_groups import GlooBackend

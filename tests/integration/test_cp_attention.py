@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from cluster.spec.errors import PeerLostError
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, StepResult, check_scenario
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 from workers.parallel.groups import join_group, join_store, open_store
 from workers.parallel.torch_groups import GlooBackend
 

@@ -27,8 +27,9 @@ from workers.engine.weights import random_model, torch_dtype
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
-from workers.parallel.collectives import Communicator, ModelGroups
+from workers.parallel.communicator import Communicator
 from workers.parallel.groups import ReplicaStore, join_group, join_store, open_store
+from workers.parallel.model_groups import ModelGroups
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 600.0

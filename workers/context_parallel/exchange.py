@@ -9,7 +9,7 @@ from torch import Tensor
 from workers.attention.merge import Partial
 from workers.context_parallel.shard_plan import ShardPlan
 from workers.device import device_of
-from workers.parallel.collectives import Communicator, Pending
+from workers.parallel.communicator import Communicator, Pending
 
 
 class PendingGather:

@@ -24,7 +24,7 @@ from workers.context_parallel.shard_plan import Indices, ShardPlan, TokenLocatio
 from workers.device import Device, Event, device_of
 from workers.engine.owned_pages import OwnedPages
 from workers.engine.sampler import PendingSamples
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 _NO_PAGES = np.empty(0, dtype=np.int64)
 

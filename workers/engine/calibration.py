@@ -22,7 +22,7 @@ from workers.layers.attention import AttentionContext, Expand
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel, Residual
 from workers.models.interface import LayerCost
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 from workers.parallel.groups import ReplicaStore, exchange_at_start
 
 _REPEATS = 5

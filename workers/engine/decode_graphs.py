@@ -23,7 +23,7 @@ from workers.layers.attention import AttentionContext, Expand
 from workers.layers.config import FEW_CHOICES
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
-from workers.parallel.collectives import Lens
+from workers.parallel.exchanges import Lens
 
 REPLAYED = "replayed"
 

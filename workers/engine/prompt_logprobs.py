@@ -12,7 +12,7 @@ from workers.context_parallel.exchange import join_rows
 from workers.device import device_of
 from workers.engine.batch import StepBatch
 from workers.models.decoder import DecoderModel
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 _MAX_LOGITS = 2**23
 """Maximum number of logits in memory (32 MiB)."""

@@ -11,8 +11,9 @@ from cluster.spec.ranks import groups as rank_groups
 from cluster.spec.worker_spec import WorkerSpec
 from workers.device import Device
 from workers.models.interface import DecoderConfig
-from workers.parallel.collectives import Communicator, ModelGroups, Pipeline
+from workers.parallel.communicator import Communicator
 from workers.parallel.groups import ReplicaStore, exchange_at_start, join_group
+from workers.parallel.model_groups import ModelGroups, Pipeline
 
 COLLECTIVE_TIMEOUT_S = 3600.0
 """Timeout of collectives once a group is ready. On a CPU, a dead peer is noticed immediately, so the timeout only

@@ -26,7 +26,7 @@ from workers.engine.step_context import CpExchange, StepContext, work_of
 from workers.engine.step_keys import PrefixKeys, read_prefixes
 from workers.layers.attention import AttentionWork, Expand
 from workers.memory.page_pool import PagePool
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 
 class OwnedRows:

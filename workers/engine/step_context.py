@@ -18,7 +18,7 @@ from workers.engine.selected_keys import SelectableKeys
 from workers.engine.step_keys import PrefixKeys, RowKeys
 from workers.layers.attention import AttentionContext, AttentionWork, Expand
 from workers.memory.page_pool import PagePool
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 
 class CpExchange:

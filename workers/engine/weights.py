@@ -22,7 +22,7 @@ from workers.layers.shard import ShardedLayer, WeightShard
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
-from workers.parallel.collectives import ModelGroups
+from workers.parallel.model_groups import ModelGroups
 from workers.quant.interface import StoredWeight, TensorSpec
 
 _log = logging.getLogger(__name__)

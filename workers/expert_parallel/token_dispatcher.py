@@ -9,14 +9,9 @@ from torch import Tensor
 from cluster.spec.strategy import MoeDispatch
 from workers.device import device_of
 from workers.expert_parallel.dispatch_cost import BlockShape, choose_dispatch
-from workers.parallel.collectives import (
-    Communicator,
-    Lens,
-    ModelGroups,
-    TokenExchange,
-    all_to_all,
-    exchange_counts,
-)
+from workers.parallel.communicator import Communicator
+from workers.parallel.exchanges import Lens, TokenExchange, all_to_all, exchange_counts
+from workers.parallel.model_groups import ModelGroups
 
 NO_EXPERT = -1
 """Padding for tokens that have fewer experts than other tokens."""

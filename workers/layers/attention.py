@@ -19,7 +19,8 @@ from workers.layers.config import RopeConfig
 from workers.layers.linear import RMSNorm
 from workers.layers.projections import Projections
 from workers.layers.shard import even_shard, kv_head_shard
-from workers.parallel.collectives import Communicator, Lens
+from workers.parallel.communicator import Communicator
+from workers.parallel.exchanges import Lens
 
 
 @dataclass(frozen=True)

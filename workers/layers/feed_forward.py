@@ -14,7 +14,8 @@ from workers.layers.config import FEW_CHOICES, MoeConfig, RouterConfig
 from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear
 from workers.layers.matmul import PackedMatrix, multiply, multiply_groups, packed
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
-from workers.parallel.collectives import Lens, ModelGroups, TokenExchange
+from workers.parallel.exchanges import Lens, TokenExchange
+from workers.parallel.model_groups import ModelGroups
 from workers.quant.fp8_matrix import Fp8Matrix, split_rows
 
 if TYPE_CHECKING:  # no CPU imports kernels of a GPU

@@ -27,7 +27,7 @@ from workers.layers.linear import FusedLinear, RMSNorm
 from workers.layers.matmul import multiply
 from workers.layers.projections import Projections, SplitLinear
 from workers.layers.shard import ShardedLayer, WeightShard, even_shard, replicated
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 _EPS = 1e-6
 """Epsilon of the norms of latents, independent of the other norms'."""

@@ -9,7 +9,7 @@ from torch.nn import functional
 from workers.kernels.elementwise import elementwise_kernels
 from workers.layers.matmul import Matrix, PackedMatrix, multiply, packed
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 from workers.quant.fp8_matrix import Fp8Matrix, split_rows
 
 

@@ -20,7 +20,8 @@ from cluster.spec.strategy import ShardLinear
 from workers.layers.linear import FusedLinear, SummedLinear
 from workers.layers.matmul import multiply
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, replicated
-from workers.parallel.collectives import Communicator, ModelGroups, Pending
+from workers.parallel.communicator import Communicator, Pending
+from workers.parallel.model_groups import ModelGroups
 
 _PER_LAYER = 2
 """Number of projections in a layer: of queries, and of attention's output."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from cluster.spec.ranks import kv_heads_of
-from workers.parallel.collectives import Communicator, Part
+from workers.parallel.communicator import Communicator
+from workers.parallel.model_groups import Part
 from workers.quant.fp8_matrix import Fp8Matrix
 
 

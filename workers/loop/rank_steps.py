@@ -21,7 +21,7 @@ from workers.handoff.kv_sender import KvSender
 from workers.hicache.tier_worker import TierWorker
 from workers.layers.feed_forward import Experts
 from workers.loop.watch import BETWEEN_STEPS, LoopProgress
-from workers.parallel.collectives import ModelGroups
+from workers.parallel.model_groups import ModelGroups
 from workers.rank import Rank
 
 REPORT_EVERY_S = 1.0

@@ -13,7 +13,7 @@ from transfer.page_range import PageRange, batches
 from workers.device import Device, Event
 from workers.memory.copy import PageMemory, Pages, copy
 from workers.memory.page_pool import PagePool
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 _ORDERS_WRITES = (9, 0)
 """Lowest compute capability whose GPUs see a network card's writes in order. NCCL flushes on older GPUs."""

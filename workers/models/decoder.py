@@ -17,7 +17,8 @@ from workers.layers.projections import Projections, make_projections
 from workers.layers.shard import ShardedLayer, WeightShard
 from workers.memory.huge_pages import use_huge_pages
 from workers.models.interface import DecoderConfig
-from workers.parallel.collectives import Lens, ModelGroups
+from workers.parallel.exchanges import Lens
+from workers.parallel.model_groups import ModelGroups
 from workers.quant.fp8_matrix import Fp8Matrix
 
 

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from cluster.spec.errors import PeerLostError
 from cluster.spec.strategy import Collectives
 from workers.device import CPU, Device
-from workers.parallel.collectives import Backend, Communicator
+from workers.parallel.communicator import Backend, Communicator
 from workers.parallel.shared_memory import SharedMemoryCollectives
 from workers.parallel.torch_groups import GlooBackend, MovedBackend, NcclBackend
 

@@ -10,10 +10,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from workers.parallel.collectives import Backend, CopiedBack, Work
+from workers.parallel.communicator import Backend, Work
 
 LEAVE_S = 10.0
 """Maximum wait in seconds for running collectives when leaving. Those still running end with the process soon after."""
+
+
+class CopiedBack:
+    """Collective on a copy of a tensor; ``wait`` copies the result back."""
+
+    def __init__(self, work: Work, copy: Tensor, tensor: Tensor) -> None:
+        self._work, self._copy, self._tensor = work, copy, tensor
+
+    def wait(self) -> bool:
+        done = self._work.wait()
+        self._tensor.copy_(self._copy)
+        return done
 
 
 class TorchGroup:

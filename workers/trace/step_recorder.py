@@ -9,7 +9,7 @@ from torch import nn
 from cluster.spec.clock import Interval
 from cluster.spec.step_messages import StepPlan
 from workers.models.decoder import DecoderLayer, DecoderModel
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 from workers.trace.recorder import COLLECTIVES, COMPUTE, Recorder
 
 

@@ -26,7 +26,7 @@ from workers.engine.attention_context import make_context
 from workers.engine.batch import StepBatch, build_step_batch
 from workers.engine.step_context import CpExchange
 from workers.memory import page_pool
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 
 def build(requests: list[Request], strategy: Strategy, cp: int, cp_rank: int) -> StepBatch:

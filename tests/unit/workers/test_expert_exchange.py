@@ -20,7 +20,8 @@ from workers.context_parallel.strategy_chooser import StrategyChooser
 from workers.expert_parallel.dispatch_cost import BlockShape, ExpertExchange, ExpertTraffic
 from workers.layers.config import MoeConfig
 from workers.layers.feed_forward import MoeBlock
-from workers.parallel.collectives import Communicator, ModelGroups
+from workers.parallel.communicator import Communicator
+from workers.parallel.model_groups import ModelGroups
 
 HIDDEN = 6
 MOE = MoeConfig(num_experts=4, top_k=2, intermediate_size=8, renormalize=True)

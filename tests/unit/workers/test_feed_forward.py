@@ -21,7 +21,7 @@ from workers.expert_parallel.dispatch_cost import BlockShape, cheaper_dispatch
 from workers.expert_parallel.token_dispatcher import RoutedTokens
 from workers.layers.config import MoeConfig
 from workers.layers.feed_forward import ExpertRouter, GatedMLP, MoeBlock
-from workers.parallel.collectives import ModelGroups
+from workers.parallel.model_groups import ModelGroups
 
 ROUTER_HIDDEN = 16
 

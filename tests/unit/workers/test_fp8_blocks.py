@@ -33,7 +33,7 @@ from tests.unit.workers.test_weights import Reads
 from workers.device import CPU
 from workers.engine.weights import check_weights, load_model
 from workers.models.decoder import DecoderModel
-from workers.parallel.collectives import ModelGroups
+from workers.parallel.model_groups import ModelGroups
 from workers.quant import fp8_blocks
 from workers.quant.fp8_blocks import Fp8Blocks
 from workers.quant.interface import Index

@@ -19,7 +19,7 @@ from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.worker_specs import worker_of
 from workers.device import CPU
 from workers.engine.rank_groups import join_groups
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 from workers.parallel.groups import exchange_at_start, join_group, leave_store
 
 

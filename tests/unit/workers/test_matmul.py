@@ -16,7 +16,7 @@ from workers.layers.feed_forward import MoeBlock
 from workers.layers.linear import Embedding, FusedLinear
 from workers.layers.matmul import PackedMatrix, multiply, packed
 from workers.layers.shard import replicated
-from workers.parallel.collectives import ModelGroups
+from workers.parallel.model_groups import ModelGroups
 
 
 class Twin:

@@ -14,7 +14,7 @@ from transfer.page_range import PageRange
 from workers.memory import peer_memory
 from workers.memory.page_pool import PagePool
 from workers.memory.peer_memory import PeerMemory
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 NUM_PAGES = 12
 LAYOUTS = [layout_of(kv_geometry(num_layers=2, head_dim=3), NUM_PAGES), layout_of(two_groups(), NUM_PAGES)]

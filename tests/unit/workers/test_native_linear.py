@@ -21,7 +21,7 @@ from workers.layers.feed_forward import Experts
 from workers.layers.matmul import FewRows, PackedMatrix, _find_blocks, multiply_groups, packed
 from workers.layers.shard import even_shard
 from workers.native.library import BLOCK_WIDTHS, MOST_ROWS, Library
-from workers.parallel.collectives import Part
+from workers.parallel.model_groups import Part
 
 pytestmark = [
     pytest.mark.native,

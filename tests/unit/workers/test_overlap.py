@@ -24,7 +24,7 @@ from workers.layers.attention import Attention, RotaryEmbedding
 from workers.layers.attention_config import AttentionConfig
 from workers.layers.projections import Projections
 from workers.models.registry import parse_model_config
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 HEADS, DIM, PAGE_SIZE, PREFIX_LEN, NEW_LEN = 2, 8, 4, 8, 12
 

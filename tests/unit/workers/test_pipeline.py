@@ -24,7 +24,8 @@ from workers.context_parallel.chunk_sizes import even_chunk
 from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.context_parallel.strategy_chooser import StrategyChooser
 from workers.engine.weights import load_model
-from workers.parallel.collectives import Communicator, ModelGroups, Pipeline
+from workers.parallel.communicator import Communicator
+from workers.parallel.model_groups import ModelGroups, Pipeline
 from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 

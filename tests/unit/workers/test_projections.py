@@ -21,7 +21,7 @@ from workers.layers.projections import CpLinear, CpProjections, Projections, Spl
 from workers.layers.shard import Shard, ShardedLayer, replicated
 from workers.models.decoder import DecoderModel
 from workers.models.registry import read_model_config
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 WAYS = [ShardLinear.BROADCAST, ShardLinear.GATHER]
 IN_SIZE, HIDDEN, KV = 5, 7, 3

@@ -12,7 +12,7 @@ from workers.device import CPU
 from workers.engine import prompt_logprobs as module
 from workers.engine.batch import build_step_batch
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 VOCAB_SIZE, HIDDEN = 7, 3
 

@@ -22,7 +22,7 @@ from tests.unit.workers.test_replica_leader import leader_of
 from workers.layers.feed_forward import MoeBlock
 from workers.loop.rank_steps import RankSteps, StepMeter, StepReports
 from workers.loop.watch import BETWEEN_STEPS, LoopProgress
-from workers.parallel.collectives import ModelGroups
+from workers.parallel.model_groups import ModelGroups
 from workers.scheduler.prefill_request import SendMeter
 
 SAMPLED = {Room(1): Sampled(token_id=7)}

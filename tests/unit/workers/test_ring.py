@@ -15,7 +15,7 @@ from cluster.spec.errors import PeerLostError
 from tests.fakes.thread_group import on_thread_ranks
 from workers.attention.merge import Partial
 from workers.context_parallel.exchange import HomewardPartials, Ring
-from workers.parallel.collectives import Communicator, Work
+from workers.parallel.communicator import Communicator, Work
 
 
 class UncalledBackend:

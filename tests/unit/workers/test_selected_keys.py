@@ -34,7 +34,7 @@ from workers.engine.runner import ModelRunner
 from workers.engine.selected_keys import SelectableKeys
 from workers.engine.weights import load_model
 from workers.memory.page_pool import PagePool
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 scenarios = st.integers(1, 3).flatmap(
     lambda num_requests: st.builds(

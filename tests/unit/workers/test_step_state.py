@@ -21,7 +21,7 @@ from workers.engine.batch import PageTable
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 
 class StreamEvents(CpuDevice):

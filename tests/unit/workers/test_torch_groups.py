@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
 from cluster.spec.errors import PeerLostError
 from workers.parallel import torch_groups
-from workers.parallel.collectives import Communicator, Work
+from workers.parallel.communicator import Communicator, Work
 from workers.parallel.torch_groups import MovedBackend, NcclBackend
 
 RANK, SIZE = 1, 3

@@ -14,7 +14,7 @@ from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.thread_group import on_thread_ranks
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.engine.weights import load_model
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 from workers.trace import recorder as trace_recorder
 from workers.trace.recorder import COLLECTIVES, COMPUTE, REQUEST, Recorder
 from workers.trace.step_recorder import StepRecorder

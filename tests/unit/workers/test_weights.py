@@ -25,7 +25,8 @@ from workers.engine.checkpoint_files import CheckpointError
 from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
 from workers.models.resolve import DESCRIPTION, resolve_model
-from workers.parallel.collectives import Communicator, ModelGroups
+from workers.parallel.communicator import Communicator
+from workers.parallel.model_groups import ModelGroups
 
 Tensors = dict[str, Tensor]
 NO_BACKEND: Any = SimpleNamespace(in_background=False)

@@ -43,7 +43,8 @@ from workers.engine.weights import load_model
 from workers.layers.feed_forward import Experts
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
-from workers.parallel.collectives import Communicator, ModelGroups, Part
+from workers.parallel.communicator import Communicator
+from workers.parallel.model_groups import ModelGroups, Part
 
 
 def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:

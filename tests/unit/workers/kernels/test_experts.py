@@ -8,7 +8,7 @@ from tests.fakes.devices import kernels_on_cpu
 from tests.unit.workers.test_feed_forward import HIDDEN, MOE, moe
 from workers.expert_parallel.token_dispatcher import NO_EXPERT, RoutedTokens
 from workers.layers import feed_forward
-from workers.parallel.collectives import ModelGroups
+from workers.parallel.model_groups import ModelGroups
 
 
 @pytest.mark.parametrize("few_choices", [0, 1000], ids=["counted by the host", "counted by the GPU"])

@@ -19,7 +19,7 @@ from workers.engine.batch import build_step_batch
 from workers.engine.step_context import CpExchange
 from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 PAGE_SIZE = 16
 

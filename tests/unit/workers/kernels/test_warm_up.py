@@ -32,7 +32,7 @@ from workers.kernels import copy_pages, sampling
 from workers.kernels.attention import Blocks, blocks_for
 from workers.layers.attention_config import LatentAttentionConfig
 from workers.memory.page_pool import PagePool
-from workers.parallel.collectives import Communicator
+from workers.parallel.communicator import Communicator
 
 
 def test_attention_is_warmed_up_in_blocks_of_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
