@@ -26,13 +26,13 @@ class ThreadBackend:
     def __init__(self, rank: int, board: list[Tensor], gate: Barrier, *, in_background: bool) -> None:
         self.rank, self.board, self.gate, self.in_background = rank, board, gate, in_background
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> CompletedWork:
+    def all_gather(self, output: Tensor, tensor: Tensor, /) -> CompletedWork:
         self.board[self.rank] = tensor
         self.gate.wait()
         output.copy_(torch.cat(self.board))
         return self._leave()
 
-    def allreduce(self, tensor: Tensor, /) -> CompletedWork:
+    def all_reduce(self, tensor: Tensor, /) -> CompletedWork:
         self.board[self.rank] = tensor
         self.gate.wait()
         total = torch.stack(self.board).float().sum(0)

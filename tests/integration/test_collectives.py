@@ -231,12 +231,12 @@ def test_parts_larger_than_a_piece_and_calls_in_flight(lengths: list[int]) -> No
             word = torch.full((length,), 10 * number, dtype=torch.int16)
             works = [backend.broadcast(word, number % SIZE)]
             out = torch.empty(SIZE * length, dtype=torch.int16)
-            works.append(backend._allgather_base(out, torch.arange(length, dtype=torch.int16) + backend._rank))
+            works.append(backend.all_gather(out, torch.arange(length, dtype=torch.int16) + backend._rank))
             passed = torch.empty(length * ((backend._rank - 1) % SIZE), dtype=torch.int16)
             works.append(backend.shift(passed, torch.full((length * backend._rank,), backend._rank).short(), 1))
             works += [backend.barrier()] * (number % 2)
             total = torch.arange(length) + torch.tensor(backend._rank / 7)
-            works.append(backend.allreduce(total))
+            works.append(backend.all_reduce(total))
             for work in reversed(works):
                 work.wait()
             outs += [word, out, passed, total]

@@ -22,13 +22,13 @@ class Work(Protocol):
 
 
 class Backend(Protocol):
-    """Collectives that Communicator needs from a library, named as in torch.distributed."""
+    """Collectives that Communicator needs from a library."""
 
     in_background: bool
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work: ...
+    def all_gather(self, output: Tensor, tensor: Tensor, /) -> Work: ...
 
-    def allreduce(self, tensor: Tensor, /) -> Work: ...
+    def all_reduce(self, tensor: Tensor, /) -> Work: ...
 
     def broadcast(self, tensor: Tensor, root: int, /) -> Work: ...
 
@@ -98,7 +98,7 @@ class Communicator:
             out.copy_(tensor)
         if backend is None or not tensor.numel():
             return Pending(None, nullcontext)
-        return self._start("all_gather", out.nbytes - tensor.nbytes, lambda: backend._allgather_base(out, tensor))
+        return self._start("all_gather", out.nbytes - tensor.nbytes, lambda: backend.all_gather(out, tensor))
 
     def start_shift(self, out: Tensor, tensor: Tensor, distance: int = 1) -> Pending:
         """Start sending ``tensor`` to rank + ``distance``, and receiving ``out`` from rank - ``distance``.
@@ -121,7 +121,7 @@ class Communicator:
             # Terms travel in fp32, except in shared memory, where each rank reads and adds them.
             itemsize = SUM_BYTES if self.in_background else tensor.itemsize
             received = 2 * tensor.numel() * itemsize * (self.size - 1) // self.size
-            self._start("all_reduce", received, lambda: backend.allreduce(tensor)).wait()
+            self._start("all_reduce", received, lambda: backend.all_reduce(tensor)).wait()
         return tensor
 
     def broadcast(self, tensor: Tensor, root: int) -> None:

@@ -171,13 +171,13 @@ class SharedMemoryCollectives:
         """Return the memory size for a group of ``size`` ranks. Most of it is never used."""
         return _data_offset(size) + size * STAGING_SLOTS * STAGING_PIECE_BYTES
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> SharedMemoryWork:
+    def all_gather(self, output: Tensor, tensor: Tensor, /) -> SharedMemoryWork:
         mine, parts = _bytes_of(tensor), _bytes_of(output).reshape(self._size, -1)
         if mine.ctypes.data != parts[self._rank].ctypes.data:
             np.copyto(parts[self._rank], mine)
         return self._start(mine, [(peer, parts[peer]) for peer in self._flags.peers])
 
-    def allreduce(self, tensor: Tensor, /) -> SharedMemoryWork:
+    def all_reduce(self, tensor: Tensor, /) -> SharedMemoryWork:
         """Start a sum. The ranks' tensors are added in rank order, piece by piece.
 
         Every rank sums one share of a large piece and reads the sums of the other shares. Thus each of N ranks reads

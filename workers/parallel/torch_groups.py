@@ -35,11 +35,11 @@ class TorchGroup:
         self._group = group
         self._rank, self._size = rank, size
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
+    def all_gather(self, output: Tensor, tensor: Tensor, /) -> Work:
         work: Work = self._group._allgather_base(output, tensor)
         return work
 
-    def allreduce(self, tensor: Tensor, /) -> Work:
+    def all_reduce(self, tensor: Tensor, /) -> Work:
         """Sum in fp32, since the group adds in the given dtype."""
         wide = tensor.float()
         work: Work = self._group.allreduce([wide])
@@ -130,11 +130,11 @@ class MovedBackend:
         self.in_background = backend.in_background
         self._backend, self._device = backend, device
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
-        return self._into(output, lambda there: self._backend._allgather_base(there, tensor.to(self._device)))
+    def all_gather(self, output: Tensor, tensor: Tensor, /) -> Work:
+        return self._into(output, lambda there: self._backend.all_gather(there, tensor.to(self._device)))
 
-    def allreduce(self, tensor: Tensor, /) -> Work:
-        return self._in_place(tensor, self._backend.allreduce)
+    def all_reduce(self, tensor: Tensor, /) -> Work:
+        return self._in_place(tensor, self._backend.all_reduce)
 
     def broadcast(self, tensor: Tensor, root: int, /) -> Work:
         return self._in_place(tensor, lambda there: self._backend.broadcast(there, root))

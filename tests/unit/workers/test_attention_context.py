@@ -118,9 +118,7 @@ def test_a_step_does_not_wait_for_the_gpu(
     monkeypatch.setattr(page_pool, "elementwise_kernels", lambda _: kernels)
     stored: list[Any] = []
     moved = SimpleNamespace(wait=lambda: True)
-    backend: Any = SimpleNamespace(
-        in_background=in_background, _allgather_base=lambda *_: moved, shift=lambda *_: moved
-    )
+    backend: Any = SimpleNamespace(in_background=in_background, all_gather=lambda *_: moved, shift=lambda *_: moved)
     exchange = CpExchange(Communicator("cp", 1, 2, backend))
     pool = kv_pool(10, 2, 2, 4, 8, torch.float32, device=meta.torch_device)
     batch = build_step_batch(

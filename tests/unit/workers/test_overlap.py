@@ -44,13 +44,13 @@ class SilentPeers:
     def __init__(self, events: list[str], *, in_background: bool) -> None:
         self._events, self.in_background = events, in_background
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> CompletedWork:  # noqa: ARG002
+    def all_gather(self, output: Tensor, tensor: Tensor, /) -> CompletedWork:  # noqa: ARG002
         return self._begin()
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> CompletedWork:  # noqa: ARG002
         return self._begin()
 
-    def allreduce(self, tensor: Tensor, /) -> CompletedWork:
+    def all_reduce(self, tensor: Tensor, /) -> CompletedWork:
         raise AssertionError(tensor.shape)
 
     def broadcast(self, tensor: Tensor, root: int, /) -> CompletedWork:

@@ -23,10 +23,10 @@ class UncalledBackend:
 
     in_background = True
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
+    def all_gather(self, output: Tensor, tensor: Tensor, /) -> Work:
         raise AssertionError(f"all_gather {output.shape} {tensor.shape}")
 
-    def allreduce(self, tensor: Tensor, /) -> Work:
+    def all_reduce(self, tensor: Tensor, /) -> Work:
         raise AssertionError(f"all_reduce {tensor.shape}")
 
     def broadcast(self, tensor: Tensor, root: int, /) -> Work:

@@ -147,10 +147,10 @@ class Elsewhere:
             tensor.fill_(7)
         return self.work
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
+    def all_gather(self, output: Tensor, tensor: Tensor, /) -> Work:
         return self._note("all_gather", output, tensor)
 
-    def allreduce(self, tensor: Tensor, /) -> Work:
+    def all_reduce(self, tensor: Tensor, /) -> Work:
         return self._note("all_reduce", tensor)
 
     def broadcast(self, tensor: Tensor, root: int, /) -> Work:
@@ -169,8 +169,8 @@ class Elsewhere:
 def call_everything(backend: MovedBackend, device: str) -> list[Tensor]:
     outs = [torch.zeros(4, device=device) for _ in range(4)]
     for work in (
-        backend._allgather_base(outs[0], torch.zeros(2, device=device)),
-        backend.allreduce(outs[1]),
+        backend.all_gather(outs[0], torch.zeros(2, device=device)),
+        backend.all_reduce(outs[1]),
         backend.broadcast(outs[2], 1),
         backend.shift(outs[3], torch.zeros(1, device=device), 2),
         backend.barrier(),
