@@ -111,7 +111,7 @@ class Saboteur:
 
     def spoil_steps(self) -> None:
         """Inject faults into the rank's part of a step."""
-        from workers.engine.batch import BegunStep
+        from workers.engine.begun_step import BegunStep
 
         real = BegunStep.wait
 

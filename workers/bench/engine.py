@@ -18,7 +18,7 @@ from workers.bench.results import DeviceLimits, EngineResult
 from workers.bench.shapes import SHAPES
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.device import open_device, use_cpu
-from workers.engine.batch import BegunStep
+from workers.engine.begun_step import BegunStep
 from workers.engine.captures import capture_maker
 from workers.engine.native_kernels import choose_kernels
 from workers.engine.rank_groups import RankGroups

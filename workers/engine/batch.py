@@ -1,148 +1,22 @@
-"""One rank's share of a step's tokens, the requests that it knows, and the tokens sampled for them.
+"""One rank's share of a step's tokens."""
 
-A step may use tokens that the previous step has sampled but the host has not read yet.
-"""
-
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
-from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster.spec.ids import Room
-from cluster.spec.kv import NO_PAGE
-from cluster.spec.sampling import Sampled, TokenLogprobs
-from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepShape
+from cluster.spec.step_messages import ScheduledRequest, StepShape
 from workers.attention.runs import Run
 from workers.context_parallel.shard_plan import Indices, ShardPlan, TokenLocation, plan_shards
-from workers.device import Device, Event, device_of
+from workers.device import Device, device_of
+from workers.engine.begun_step import PreviousTokens
 from workers.engine.owned_pages import OwnedPages
-from workers.engine.sampler import PendingSamples
-from workers.parallel.communicator import Communicator
-
-_NO_PAGES = np.empty(0, dtype=np.int64)
-
-
-class PageTable:
-    """Pages of one request in order of position. The array grows in place, so that steps do not copy earlier pages."""
-
-    def __init__(self) -> None:
-        self._pages = np.empty(16, dtype=np.int64)
-        self._len = 0
-
-    def extend(self, pages: Sequence[int], null_page: int) -> None:
-        """Append pages. The null page replaces pages that no token of this request will see."""
-        end = self._len + len(pages)
-        if end > len(self._pages):
-            self._pages = np.concatenate([self._pages, np.empty(max(end, len(self._pages)), dtype=np.int64)])
-        self._pages[self._len : end] = [null_page if page == NO_PAGE else page for page in pages]
-        self._len = end
-
-    @property
-    def all(self) -> NDArray[np.int64]:
-        """Return all pages so far. Later calls to ``extend`` do not change the result."""
-        return self._pages[: self._len]
-
-
-class KnownRequest(NewRequest, frozen=True, kw_only=True):
-    """Request introduced by a NewRequest, with the state that a rank adds."""
-
-    tables: list[PageTable]
-    """Page tables by lifetime. In a sharded pool, page p is page p // cp of CP rank p % cp."""
-    prompt_logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
-    """Prompt log-probabilities computed so far, until they are reported with the first sampled token."""
-
-    @classmethod
-    def of(cls, request: NewRequest, num_lifetimes: int) -> "KnownRequest":
-        return cls(**structs.asdict(request), tables=[PageTable() for _ in range(num_lifetimes)])
-
-    @property
-    def pages(self) -> list[list[int]]:
-        """Return a copy of the tables, for senders."""
-        return [table.all.tolist() for table in self.tables]
-
-
-class PreviousTokens(NamedTuple):
-    """Tokens sampled by the previous step that are inputs of this step."""
-
-    indices: Tensor
-    """Indices in the flattened batch, int64."""
-    token_ids: Tensor
-
-    def put_into(self, token_ids: Tensor) -> None:
-        """Replace the placeholders in ``token_ids [tokens]``."""
-        token_ids[self.indices] = self.token_ids
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """Sampled tokens of a step. Empty on a rank whose TP group does not sample."""
-
-    rooms: Sequence[Room] = ()
-    pending: PendingSamples | None = None
-    """Samples in the order of ``rooms``. None if another TP rank samples."""
-    prompt_logprobs: Mapping[Room, list[TokenLogprobs]] = field(default_factory=dict)
-    """Prompt log-probabilities to report with the token of each room."""
-
-    def wait(self) -> dict[Room, Sampled]:
-        """Wait for every sampled request's token. Call this only once."""
-        sampled = dict(zip(self.rooms, self.pending.wait(), strict=True)) if self.pending is not None else {}
-        reported = {
-            room: structs.replace(sampled[room], prompt_logprobs=reported)
-            for room, reported in self.prompt_logprobs.items()
-        }
-        return sampled | reported
-
-    def input_of(
-        self, scheduled: Sequence[ScheduledRequest], tp: Communicator, device: Device
-    ) -> PreviousTokens | None:
-        """Return tokens sampled by this step that are inputs of the next step, if any. Every TP rank calls this."""
-        if not self.rooms or not any(request.input_from_previous_step for request in scheduled):
-            return None
-        if self.pending is not None:
-            token_ids = self.pending.token_ids
-        else:
-            token_ids = torch.empty(len(self.rooms), dtype=torch.int64, device=device.torch_device)
-        tp.broadcast(token_ids, root=0)
-        sources = {room: index for index, room in enumerate(self.rooms)}
-        begins = accumulate((len(request.token_ids) for request in scheduled), initial=0)
-        pairs = [
-            (begin, sources[request.room])
-            for begin, request in zip(begins, scheduled, strict=False)
-            if request.input_from_previous_step
-        ]
-        indices, sampled = device.put(torch.tensor(pairs, dtype=torch.int64).T.contiguous())
-        return PreviousTokens(indices, token_ids[sampled])
-
-
-class BegunStep(NamedTuple):
-    requests: Mapping[Room, KnownRequest]
-    """Requests in the step. The next step may release some of them before this step ends."""
-    sampled_tokens: SampledTokens
-    end: Event | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether `wait` would return immediately."""
-        if self.end is not None:
-            return bool(self.end.query())  # type: ignore[no-untyped-call]
-        return self.sampled_tokens.pending is None or self.sampled_tokens.pending.is_there
-
-    def wait(self) -> dict[Room, Sampled]:
-        """Wait until the step and its KV writes are complete. Call this only once.
-
-        Returns every sampled request's token on the sampling rank, and nothing on other ranks.
-        """
-        sampled = self.sampled_tokens.wait()
-        if self.end is not None:
-            self.end.synchronize()
-        return sampled
+from workers.engine.step_pages import PageOwners, StepPages, make_step_pages
 
 
 class SampledQuery(NamedTuple):
@@ -163,16 +37,6 @@ class StepInput(NamedTuple):
     shape: StepShape
     previous: PreviousTokens | None = None
     """Input tokens sampled by the previous step."""
-
-
-class StepPages(NamedTuple):
-    """Pages of one lifetime in a step, on one rank."""
-
-    slots: Tensor
-    """KV slots ``[gathered rows]`` int64. Padding and other owners' tokens go to the null slot."""
-    slots_on_host: Indices
-    tables: tuple[Tensor, ...]
-    """Pages by request, int64, in order of position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,50 +131,37 @@ def build_step_batch(
     """
     scheduled, page_tables, shape, previous = step
     shards = plan_shards(scheduled, shape.strategy, cp)
-    token_ids = np.fromiter(
-        chain.from_iterable(request.token_ids for request in scheduled), np.int64, shards.num_tokens
-    )
-    offsets = np.array(shards.prefix_lens, dtype=np.int64) - np.array(shards.starts[:-1], dtype=np.int64)
-    positions = np.repeat(offsets, shards.extend_lens) + np.arange(shards.num_tokens)
-    part, in_page = cp_rank % owners, positions % page_size
-
-    def slots_in(tables: Sequence[Indices]) -> Indices:
-        """Return the slot of every gathered row in this rank's pool."""
-        pages = _pages(shards, positions, tables, page_size)
-        if owners == 1:
-            slots = pages * page_size + in_page
-        else:
-            slots = np.where(pages % owners == part, pages // owners * page_size + in_page, null_slot)
-        return slots if shards.is_replicated else np.append(slots, null_slot)[shards.gathered_index]
-
-    def tensor(values: Indices) -> Tensor:
-        return device.put(torch.from_numpy(values))
-
-    def pages_in(tables: Sequence[Indices]) -> StepPages:
-        own = tables if owners == 1 else [table[table % owners == part] // owners for table in tables]
-        together, slots = tensor(np.concatenate([_NO_PAGES, *own])), slots_in(tables)
-        return StepPages(tensor(slots), slots, together.split_with_sizes([len(table) for table in own]))
-
-    pages = tuple(map(pages_in, page_tables))
+    token_ids, positions = _tokens(shards, scheduled)
+    divided = PageOwners(owners, cp_rank % owners, page_size, null_slot)
+    pages = tuple(make_step_pages(shards, positions, tables, divided, device) for tables in page_tables)
     if not shards.is_replicated:
         local = shards.local(cp_rank)
         token_ids, positions = token_ids[local], positions[local]
-    local_ids = tensor(token_ids)
+    ids_on_device = device.put(torch.from_numpy(token_ids))
     if previous is not None:
-        previous.put_into(local_ids)
+        previous.put_into(ids_on_device)
     return StepBatch(
         shape=shape,
         shards=shards,
         cp_rank=cp_rank,
         page_size=page_size,
-        token_ids=local_ids,
-        positions=tensor(positions),
+        token_ids=ids_on_device,
+        positions=device.put(torch.from_numpy(positions)),
         pages=pages,
-        prefix_lens_by_owner=_prefix_lens_by_owner(shards.prefix_lens, page_tables[0], page_size, owners),
-        first_owners=tuple(int(table[0]) % owners if len(table) else 0 for table in page_tables[0]),
+        prefix_lens_by_owner=divided.prefix_lens(shards.prefix_lens, page_tables[0]),
+        first_owners=divided.firsts(page_tables[0]),
         sampled=_sampled_queries(shards, scheduled),
         is_scored=any(request.scored_ids for request in scheduled),
     )
+
+
+def _tokens(shards: ShardPlan, scheduled: Sequence[ScheduledRequest]) -> tuple[Indices, Indices]:
+    """Return the ids of the flattened batch's tokens and their positions."""
+    token_ids = np.fromiter(
+        chain.from_iterable(request.token_ids for request in scheduled), np.int64, shards.num_tokens
+    )
+    offsets = np.array(shards.prefix_lens, dtype=np.int64) - np.array(shards.starts[:-1], dtype=np.int64)
+    return token_ids, np.repeat(offsets, shards.extend_lens) + np.arange(shards.num_tokens)
 
 
 def _sampled_queries(shards: ShardPlan, scheduled: Sequence[ScheduledRequest]) -> tuple[SampledQuery, ...]:
@@ -322,31 +173,3 @@ def _sampled_queries(shards: ShardPlan, scheduled: Sequence[ScheduledRequest]) -
         SampledQuery(shards.locate(shards.last_token(request)), Run(request, position, 1, 1))
         for request, position in zip(sampled, positions, strict=True)
     )
-
-
-def _pages(shards: ShardPlan, positions: Indices, tables: Sequence[Indices], page_size: int) -> Indices:
-    """Return the page of every token in the flattened batch. Only the table entries of new tokens are read."""
-    used, num_used = [_NO_PAGES], 0
-    entries: list[int] = []
-    for prefix_len, extend_len, table in zip(shards.prefix_lens, shards.extend_lens, tables, strict=True):
-        first, end = prefix_len // page_size, -(-(prefix_len + extend_len) // page_size)
-        assert len(table) >= end, f"request {len(entries)} has {len(table)} pages but needs {end}"
-        used.append(table[first:end])
-        entries.append(num_used - first)
-        num_used += len(used[-1])
-    pages: Indices = np.concatenate(used)[
-        np.repeat(np.array(entries, np.int64), shards.extend_lens) + positions // page_size
-    ]
-    return pages
-
-
-def _prefix_lens_by_owner(
-    prefix_lens: Sequence[int], tables: Sequence[Indices], page_size: int, owners: int
-) -> tuple[tuple[int, ...], ...]:
-    if owners == 1:
-        return (tuple(prefix_lens),)
-    lens = np.zeros((owners, len(tables)), dtype=np.int64)
-    for request, (prefix_len, table) in enumerate(zip(prefix_lens, tables, strict=True)):
-        held = np.clip(prefix_len - np.arange(len(table)) * page_size, 0, page_size)
-        np.add.at(lens[:, request], table % owners, held)
-    return tuple(tuple(int(length) for length in of_owner) for of_owner in lens)

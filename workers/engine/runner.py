@@ -18,9 +18,11 @@ from workers.attention.interface import AttentionBackend
 from workers.attention.merge import Partial, merge_in_turn
 from workers.context_parallel.shard_plan import dummy_request, join_shapes, make_step_shape
 from workers.engine.attention_context import make_context
-from workers.engine.batch import BegunStep, KnownRequest, SampledTokens, StepInput, build_step_batch
+from workers.engine.batch import StepInput, build_step_batch
+from workers.engine.begun_step import BegunStep, SampledTokens
 from workers.engine.captures import Capture
 from workers.engine.decode_graphs import DecodeGraphs
+from workers.engine.known_requests import KnownRequest
 from workers.engine.logits_processors import SamplingState
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.rank_groups import RankGroups

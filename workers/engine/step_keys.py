@@ -13,7 +13,7 @@ from cluster.spec.kv import pages_for
 from workers.attention.interface import AttentionBackend, AttentionParams, RowAttention
 from workers.attention.merge import Partial
 from workers.attention.runs import Run, sees_any
-from workers.engine.batch import StepPages
+from workers.engine.step_pages import StepPages
 from workers.layers.attention import Expand
 from workers.layers.attention_config import MOST_EXPANDED
 from workers.memory.page_pool import PagePool

@@ -16,7 +16,7 @@ from cluster.spec.registry import StepTimes
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan, StepWork
 from cluster.spec.strategy import Passing, Strategy
-from workers.engine.batch import BegunStep
+from workers.engine.begun_step import BegunStep
 from workers.handoff.kv_sender import KvSender
 from workers.hicache.tier_worker import TierWorker
 from workers.layers.feed_forward import Experts

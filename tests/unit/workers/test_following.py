@@ -19,7 +19,7 @@ from cluster.spec.tiers import TierJob, TierJobKind
 from cluster.spec.wire import TokenIds
 from tests.fakes.bootstrap import peer_of
 from workers import worker as worker_module
-from workers.engine.batch import BegunStep, SampledTokens
+from workers.engine.begun_step import BegunStep, SampledTokens
 from workers.loop import leader_link
 from workers.loop.leader_link import LocalLink, RemoteLink
 from workers.loop.rank_steps import PATIENCE_S, RankSteps

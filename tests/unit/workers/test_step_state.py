@@ -17,7 +17,7 @@ from tests.fakes.thread_layout import tp_groups
 from workers.attention.torch_backend import TorchAttention
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.device import CpuDevice
-from workers.engine.batch import PageTable
+from workers.engine.known_requests import PageTable
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model

@@ -35,7 +35,8 @@ from workers.attention.triton.tiling import fair_share
 from workers.context_parallel.shard_plan import join_shapes
 from workers.device import CPU
 from workers.engine.attention_context import make_context
-from workers.engine.batch import PreviousTokens, build_step_batch
+from workers.engine.batch import build_step_batch
+from workers.engine.begun_step import PreviousTokens
 from workers.engine.captures import CaptureError
 from workers.engine.decode_graphs import REPLAYED, DecodeGraphs
 from workers.engine.step_context import CpExchange
