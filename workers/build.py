@@ -11,7 +11,8 @@ from cluster.spec.registry import KvOwnership, RankRecord
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.sender import SenderThread
-from workers.cache.page_allocator import Lifetimes, PageAllocator
+from workers.cache.lifetimes import Lifetimes
+from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.chunk_sizes import efficient_share, even_chunk
 from workers.context_parallel.strategy_chooser import StrategyChooser, undivided

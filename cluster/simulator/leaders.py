@@ -13,7 +13,8 @@ from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import AxisSizes, Endpoint, KvOwnership, RankRecord
 from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import Strategy
-from workers.cache.page_allocator import Lifetimes, PageAllocator
+from workers.cache.lifetimes import Lifetimes
+from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.context_parallel.strategy_chooser import StrategyChoice, undivided

@@ -14,7 +14,8 @@ from cluster.spec.kv import KvGeometry, key_value_group, lifetime_key, owner_bas
 from cluster.spec.registry import KvOwnership, RankRecord
 from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierPage
 from tests.fakes.paged_ranks import record
-from workers.cache.page_allocator import Lifetimes, PageAllocator, PageLists, live_pages, tier_page
+from workers.cache.lifetimes import Lifetimes, PageLists, live_pages, tier_page
+from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.policy.prefetcher import BASE_S, LONGEST_S, S_PER_1K_TOKENS
 from workers.hicache.tiers import Tiers

@@ -17,7 +17,8 @@ from transfer.page_assignment import PagePair, PageShare
 from transfer.page_range import PageRange, Span
 from transfer.receiver import ReceiverSession
 from transfer.sender import SendJob, Write
-from workers.cache.page_allocator import Demand, Lifetimes, PageAllocator
+from workers.cache.lifetimes import Lifetimes
+from workers.cache.page_allocator import Demand, PageAllocator
 from workers.handoff.kv_sender import KvSender, OutgoingRequest, _Transfer
 from workers.hicache.copier import Copier
 from workers.hicache.tiers import HostLoader

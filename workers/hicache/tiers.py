@@ -14,7 +14,7 @@ from cluster.spec.ids import Room
 from cluster.spec.registry import RankRecord
 from cluster.spec.tiers import RankTiers, Tier, TierJob, TierJobKind, TierPage, TierState
 from transfer.page_assignment import HostShare
-from workers.cache.page_allocator import Lifetimes
+from workers.cache.lifetimes import Lifetimes
 from workers.cache.prefix_tree import PageJournal, PrefixTree
 from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.host_writer import HostWriter

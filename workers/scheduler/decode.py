@@ -23,7 +23,7 @@ from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Accepted, Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
 from transfer.receiver import FailureKind, PageChecks, ReceiverSession, ReceiverState
-from workers.cache.page_allocator import live_pages
+from workers.cache.lifetimes import live_pages
 from workers.context_parallel.shard_plan import idle_plan
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import (

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import NO_PAGE, pages_for
-from workers.cache.page_allocator import Demand, PageLists, live_pages
+from workers.cache.lifetimes import PageLists, live_pages
+from workers.cache.page_allocator import Demand
 from workers.scheduler.decode_request import DecodeRequest
 from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.shares import Shares, Turns

@@ -12,7 +12,7 @@ from cluster.spec.registry import RankRecord, Verify
 from cluster.spec.transfer_messages import Ticket
 from transfer.page_assignment import copies_of
 from transfer.receiver import ReceiverSession
-from workers.cache.page_allocator import PageLists, live_pages
+from workers.cache.lifetimes import PageLists, live_pages
 from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.step_scheduler import StepScheduler
 

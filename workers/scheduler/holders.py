@@ -13,7 +13,8 @@ from functools import partial
 from cluster.spec.ids import Room
 from cluster.spec.kv import NO_PAGE, pages_for
 from cluster.spec.tiers import CachedTokens, TierJob
-from workers.cache.page_allocator import Demand, Gap, PageAllocator, PageLists, live_pages, tier_page
+from workers.cache.lifetimes import Gap, PageLists, live_pages, tier_page
+from workers.cache.page_allocator import Demand, PageAllocator
 from workers.hicache.tiers import Tiers
 from workers.scheduler.sequence import KvState, PageLoad, TokenSequence, urgency
 from workers.scheduler.shares import Shares

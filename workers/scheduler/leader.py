@@ -25,7 +25,7 @@ from cluster.spec.registry import ReplicaLoad
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import FlushCache, PinPages, Tier, TierJobResult, UseStorage
-from workers.cache.page_allocator import live_pages
+from workers.cache.lifetimes import live_pages
 from workers.scheduler.page_reporter import PageReporter
 from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.step_scheduler import StepScheduler

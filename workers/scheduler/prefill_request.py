@@ -12,7 +12,7 @@ from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import SendReport
 from cluster.spec.transfer_messages import Accepted, Drained, Result, Revoke, Ticket
 from transfer.page_assignment import PageShare, receivers
-from workers.cache.page_allocator import live_pages
+from workers.cache.lifetimes import live_pages
 from workers.scheduler.sequence import TokenSequence
 
 TICKET_TIMEOUT_S = 30.0

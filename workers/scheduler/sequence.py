@@ -9,7 +9,7 @@ from cluster.spec.phases import ComputedStep
 from cluster.spec.sampling import FinishReason
 from cluster.spec.step_messages import Destination, NewRequest, ScheduledRequest
 from cluster.spec.tiers import CachedTokens
-from workers.cache.page_allocator import PageLists
+from workers.cache.lifetimes import PageLists
 
 _UNKNOWN = 0
 """Placeholder for a token that has not been sampled yet."""

@@ -12,7 +12,8 @@ from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import CachedTokens, TierJob, TierJobKind, TierJobResult
 from tests.fakes.sequences import sequence_of
 from tests.fakes.tier_world import PAGE_SIZE, records_of
-from workers.cache.page_allocator import PageAllocator, live_pages
+from workers.cache.lifetimes import live_pages
+from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.strategy_chooser import undivided
 from workers.hicache.tiers import Tiers

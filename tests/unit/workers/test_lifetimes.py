@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.kv import NO_PAGE, KvGeometry, Lifetime, key_value_group, page_keys
-from workers.cache.page_allocator import Lifetimes, PageAllocator, PageLists, live_pages
+from workers.cache.lifetimes import Lifetimes, PageLists, live_pages
+from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 
 PAGE_SIZE = 4

@@ -11,7 +11,8 @@ from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import StepPlan
 from tests.fakes.sequences import sequence_of
-from workers.cache.page_allocator import PageAllocator, live_pages
+from workers.cache.lifetimes import live_pages
+from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.strategy_chooser import undivided
 from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.step_scheduler import StepLimits, StepScheduler

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import inf, isfinite
 
-from workers.cache.page_allocator import ONE_LIFETIME, Lifetimes
+from workers.cache.lifetimes import ONE_LIFETIME, Lifetimes
 from workers.cache.prefix_tree import PageJournal
 from workers.hicache.policy.pins import Pins
 

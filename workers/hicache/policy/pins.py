@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from workers.cache.page_allocator import ONE_LIFETIME, Lifetimes
+from workers.cache.lifetimes import ONE_LIFETIME, Lifetimes
 
 
 class Pins:

@@ -12,7 +12,7 @@ import msgspec
 from cluster.spec.hicache_config import PrefetchPolicy
 from cluster.spec.ids import Room
 from cluster.spec.tiers import TierJobKind, TierPage
-from workers.cache.page_allocator import Lifetimes
+from workers.cache.lifetimes import Lifetimes
 from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.jobs import Breaker, Outcome, TierJobs
 
