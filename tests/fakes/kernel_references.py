@@ -19,8 +19,8 @@ from workers.kernels.copy_pages import copy_pages
 from workers.kernels.experts import choose_experts, expert_rows, grouped_matmul, sum_choices, tiles_of
 from workers.kernels.partials import Parts, merge_partial
 from workers.kernels.triton_elementwise import add_rms_norm, rms_norm, rotate, rotate_storing, store_kv, swiglu
-from workers.layers.attention import Rotation
 from workers.layers.linear import RMSNorm
+from workers.layers.rotary import Rotation
 
 NUM_ROWS = st.sampled_from([0, 1, 2, 5, 17])
 

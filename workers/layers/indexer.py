@@ -3,9 +3,9 @@
 from torch import Tensor, nn
 
 from workers.attention.selection import IndexQueries
-from workers.layers.attention import Rotation, in_pairs
 from workers.layers.attention_config import IndexerConfig, LatentAttentionConfig
 from workers.layers.linear import LayerNorm, ReplicatedLinear
+from workers.layers.rotary import Rotation, in_pairs
 
 _EPS = 1e-6
 """Epsilon of the norm of keys."""

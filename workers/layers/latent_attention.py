@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from workers.attention.interface import AttentionParams, AttentionShape
 from workers.attention.selection import IndexQueries
-from workers.layers.attention import AttentionContext, AttentionWork, Rotation, in_pairs, score_factor, take
+from workers.layers.attention import AttentionContext, AttentionWork, take
 from workers.layers.attention_config import LatentAttentionConfig
 from workers.layers.config import RopeConfig
 from workers.layers.indexer import Indexer
 from workers.layers.linear import FusedLinear, RMSNorm
 from workers.layers.matmul import multiply
 from workers.layers.projections import Projections, SplitLinear
+from workers.layers.rotary import Rotation, in_pairs, score_factor
 from workers.layers.shard import ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.communicator import Communicator
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.device import Device
-from workers.layers.attention import Attention, AttentionContext, RotaryEmbedding, Rotation, take
+from workers.layers.attention import Attention, AttentionContext, take
 from workers.layers.attention_config import LatentAttentionConfig
 from workers.layers.config import MoeConfig
 from workers.layers.feed_forward import Experts, GatedMLP, MoeBlock
@@ -14,6 +14,7 @@ from workers.layers.latent_attention import LatentAttention
 from workers.layers.linear import Embedding, LinearLayer, RMSNorm
 from workers.layers.matmul import PackedMatrix
 from workers.layers.projections import Projections, make_projections
+from workers.layers.rotary import RotaryEmbedding, Rotation
 from workers.layers.shard import ShardedLayer, WeightShard
 from workers.memory.huge_pages import use_huge_pages
 from workers.models.interface import DecoderConfig

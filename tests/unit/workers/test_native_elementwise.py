@@ -14,9 +14,9 @@ from torch.nn import functional
 from tests.fakes.kv import kv_pool
 from workers.device import CPU
 from workers.kernels import elementwise
-from workers.layers.attention import Rotation
 from workers.layers.feed_forward import gated
 from workers.layers.linear import RMSNorm
+from workers.layers.rotary import Rotation
 from workers.native.compile import Compiler, compiled_library, find_compiler, runnable_kinds
 from workers.native.library import Library
 

@@ -20,9 +20,10 @@ from workers.device import CPU
 from workers.engine.attention_context import make_context
 from workers.engine.batch import build_step_batch
 from workers.engine.step_context import CpExchange, StepContext
-from workers.layers.attention import Attention, RotaryEmbedding
+from workers.layers.attention import Attention
 from workers.layers.attention_config import AttentionConfig
 from workers.layers.projections import Projections
+from workers.layers.rotary import RotaryEmbedding
 from workers.models.registry import parse_model_config
 from workers.parallel.communicator import Communicator
 

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from workers.layers import attention
-from workers.layers.attention import RotaryEmbedding
+from workers.layers import rotary
+from workers.layers.rotary import RotaryEmbedding
 from workers.models.hf_config import read_rope_config
 from workers.models.interface import UnsupportedModelError
 
@@ -68,7 +68,7 @@ def our_rotary(parameters: dict[str, Any]) -> RotaryEmbedding:
 def test_a_step_makes_nothing_on_the_host(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU could not copy it during capture."""
     ours = our_rotary(VARIANTS[variant])
-    monkeypatch.setattr(attention, "_exponents", lambda _: pytest.fail("made in a step"))
+    monkeypatch.setattr(rotary, "_exponents", lambda _: pytest.fail("made in a step"))
     ours(torch.arange(2 * MAX_LEN), torch.float32)
 
 
@@ -95,11 +95,11 @@ def test_dynamic_decode_steps_beyond_the_original_length_equal_transformers() ->
 
 
 def test_dynamic_rotation_depends_only_on_the_position() -> None:
-    rotary = our_rotary(VARIANTS["dynamic"])
+    ours = our_rotary(VARIANTS["dynamic"])
     positions = torch.tensor([5, MAX_LEN, 2 * MAX_LEN, 3 * MAX_LEN])
-    together = rotary(positions, torch.float32)
+    together = ours(positions, torch.float32)
     for index in range(len(positions)):
-        alone = rotary(positions[index : index + 1], torch.float32)
+        alone = ours(positions[index : index + 1], torch.float32)
         assert torch.equal(alone.cos[0], together.cos[index])
 
 
