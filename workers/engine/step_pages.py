@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.spec.kv import pages_for
 from workers.context_parallel.shard_plan import Indices, ShardPlan
 from workers.device import Device
 
@@ -80,7 +81,7 @@ def _pages(shards: ShardPlan, positions: Indices, tables: Sequence[Indices], pag
     used, num_used = [_NO_PAGES], 0
     entries: list[int] = []
     for prefix_len, extend_len, table in zip(shards.prefix_lens, shards.extend_lens, tables, strict=True):
-        first, end = prefix_len // page_size, -(-(prefix_len + extend_len) // page_size)
+        first, end = prefix_len // page_size, pages_for(prefix_len + extend_len, page_size)
         assert len(table) >= end, f"request {len(entries)} has {len(table)} pages but needs {end}"
         used.append(table[first:end])
         entries.append(num_used - first)

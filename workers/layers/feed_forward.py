@@ -150,7 +150,7 @@ class Experts(ShardedLayer):
     def _computed_together(self, hidden: Tensor, tokens: Tensor, counts: list[int]) -> Tensor | None:
         """Return the outputs of all experts, each for the next ``counts`` of the ``tokens``, from native code.
 
-        None if every expert has so many rows, or only weights so laid out, that it is faster alone.
+        None if other code is faster, as for many rows, or if native code cannot read the weights.
         """
         if not isinstance(self.gate_up, list) or not isinstance(self.down, list):
             return None
