@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workers.attention.runs import Run
+
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
@@ -52,7 +54,7 @@ class BenchShape:
 
     def prefill_flops(self, prompt_len: int) -> float:
         """Return the FLOPs of a prefill: two per weight and token, four per head dimension and visible token pair."""
-        pairs = prompt_len * (prompt_len + 1) / 2
+        pairs = Run(0, 0, prompt_len, 1).num_pairs
         return 2.0 * self.num_weights * prompt_len + 4.0 * self.layers * self.heads * self.head_dim * pairs
 
     def decode_bytes(self, num_keys: float, itemsize: int) -> float:

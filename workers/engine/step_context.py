@@ -71,7 +71,7 @@ class StepContext(AttentionContext, ABC):
     def work(self) -> AttentionWork:
         return work_of(self.batch.runs, self.batch)
 
-    @cached_property
+    @property
     def most_keys(self) -> int:
         return self.batch.shards.most_keys
 

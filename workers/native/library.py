@@ -291,14 +291,10 @@ class Library:
         assert function is not None, "there is no such function for this CPU and dtype"
         num_rows, num_inputs = x.shape
         assert num_rows <= MOST_ROWS, f"{num_rows} rows are above {MOST_ROWS}"
-        assert num_inputs % 2 == 0, f"{num_inputs} inputs are no pairs"
-        assert x.stride(1) == 1, f"strides {x.stride()}"
         out = x.new_empty(num_rows, num_outputs)
         pointers = (x.data_ptr(), address, None if bias is None else bias.data_ptr(), out.data_ptr())
         assert blocks.width in BLOCK_WIDTHS, f"blocks have {blocks.width} outputs"
-        given = (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), *blocks)
-        num_parts, size = -(-num_outputs // _OUTPUTS), _OUTPUTS * num_inputs * num_rows
-        self._share(function, given, num_parts, size, _LEAST_SHARED_PRODUCTS)
+        self._share_products(function, (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), *blocks), x, out)
         return out
 
     def grouped_linear(self, x: Tensor, groups: Sequence[WeightRows], num_outputs: int) -> Tensor:
@@ -307,15 +303,11 @@ class Library:
         assert function is not None, "there is no such function for this CPU and dtype"
         assert sum(group.num_rows for group in groups) == len(x), f"{len(x)} rows for {groups}"
         assert all(group.num_rows <= MOST_ROWS for group in groups), f"groups have more than {MOST_ROWS} rows: {groups}"
-        num_inputs = x.shape[1]
-        assert num_inputs % 2 == 0, f"{num_inputs} inputs are no pairs"
-        assert x.stride(1) == 1, f"strides {x.stride()}"
         out = x.new_empty(len(x), num_outputs)
         fields = [field for address, blocks, num_rows in groups for field in (address, *blocks, num_rows)]
         array = (ctypes.c_int64 * len(fields))(*fields)
-        given = (x.data_ptr(), array, out.data_ptr(), len(groups), num_inputs, num_outputs, x.stride(0))
-        num_parts, size = -(-num_outputs // _OUTPUTS), _OUTPUTS * num_inputs * len(x)
-        self._share(function, given, num_parts, size, _LEAST_SHARED_PRODUCTS)
+        given = (x.data_ptr(), array, out.data_ptr(), len(groups), x.shape[1], num_outputs, x.stride(0))
+        self._share_products(function, given, x, out)
         return out
 
     def _norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor) -> None:
@@ -345,6 +337,14 @@ class Library:
             run(partial(function, *given, 0, num_rows))
         else:
             run(partial(self._run_on_all, function, given, num_rows))
+
+    def _share_products(self, function: Callable[..., int], given: tuple[object, ...], x: Tensor, out: Tensor) -> None:
+        """Call ``function`` for all outputs of products of ``x [R, inputs]``, divided among the threads if many."""
+        num_inputs, num_outputs = x.shape[1], out.shape[1]
+        assert num_inputs % 2 == 0, f"{num_inputs} inputs are no pairs"
+        assert x.stride(1) == 1, f"strides {x.stride()}"
+        num_parts, size = -(-num_outputs // _OUTPUTS), _OUTPUTS * num_inputs * len(x)
+        self._share(function, given, num_parts, size, _LEAST_SHARED_PRODUCTS)
 
     def _run_on_all(self, function: Callable[..., int], given: tuple[object, ...], num_rows: int) -> None:
         ends = [num_rows * part // self._num_threads for part in range(self._num_threads + 1)]
