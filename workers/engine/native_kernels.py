@@ -1,9 +1,10 @@
 """Choice of a model's kernels: the attention backend, and on CPUs native code, as far as it is faster than torch."""
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
@@ -14,15 +15,22 @@ from cluster.spec.kv import KvGeometry
 from workers.attention.registry import BackendChoice, choose_backend, needs_of
 from workers.device import Device
 from workers.kernels import elementwise
-from workers.layers.matmul import FewRows, PackedMatrix
+from workers.layers.matmul import NativeProducts, PackedMatrix
 from workers.models.decoder import DecoderModel
-from workers.native.library import DTYPES, MOST_ROWS, Library
+from workers.native.library import DTYPES, Library
 
 _log = logging.getLogger(__name__)
 
-_ROWS = (1, 4, 16, MOST_ROWS)
+_ROWS = {1: 1, 4: 4, 16: 16, 64: 64, 512: sys.maxsize}
+"""Numbers of rows that are measured, and up to how many rows each of them stands for."""
 _SAMPLE_BYTES = 64 << 20
 """Bytes of weights to multiply by, which are more than a core's caches hold."""
+_ROWS_OF_SAMPLE = 64
+"""Number of rows above which fewer weights are enough, since products do not wait for memory."""
+_MOST_SLOWDOWN = 1.05
+"""Maximum time of native code, as a multiple of oneDNN's, whose time to prepare code for each new number of rows is not
+measured.
+"""
 
 
 def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvGeometry) -> BackendChoice:
@@ -41,31 +49,34 @@ def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvG
 
 
 def use_native_products(model: DecoderModel, library: Library) -> None:
-    """Let native code multiply few rows by packed weights, where it is faster than oneDNN."""
+    """Let native code multiply by packed weights, for as many rows as it is about as fast as oneDNN or faster."""
     readable = [matrix for matrix in model.packed_matrices() if matrix.blocks is not None]
     if not readable or not library.multiplies_packed:
         return
-    sample, num_bytes = list[PackedMatrix](), 0
+    measured = takewhile(lambda num_rows: _is_fast(model.device, library, readable, num_rows), _ROWS)
+    most_rows = max((_ROWS[num_rows] for num_rows in measured), default=0)
     for matrix in readable:
-        sample.append(matrix)
-        num_bytes += matrix.matrix.nbytes
-        if num_bytes >= _SAMPLE_BYTES:
-            break
-    most = max(takewhile(lambda num_rows: _is_faster(model.device, library, sample, num_rows), _ROWS), default=0)
-    for matrix in readable:
-        matrix.few_rows = FewRows(library, most)
-    _log.info("native code multiplies up to %d rows by weights", most)
+        matrix.native = NativeProducts(library, most_rows)
+    _log.info("native code multiplies %s rows by weights", "all" if most_rows == sys.maxsize else f"up to {most_rows}")
 
 
-def _is_faster(device: Device, library: Library, matrices: Sequence[PackedMatrix], num_rows: int) -> bool:
-    inputs = {size: torch.zeros(num_rows, size, dtype=torch.bfloat16) for size in {each.shape[1] for each in matrices}}
+def _is_fast(device: Device, library: Library, matrices: Sequence[PackedMatrix], num_rows: int) -> bool:
+    sample = _sample(matrices, _SAMPLE_BYTES * _ROWS_OF_SAMPLE // max(num_rows, _ROWS_OF_SAMPLE))
+    inputs = {size: torch.zeros(num_rows, size, dtype=torch.bfloat16) for size in {each.shape[1] for each in sample}}
 
     def time_s(multiply: Callable[[PackedMatrix, Tensor], Tensor]) -> float:
         def multiply_all() -> None:
-            for matrix in matrices:
+            for matrix in sample:
                 multiply(matrix, inputs[matrix.shape[1]])
 
         multiply_all()  # the first time, oneDNN prepares its code for these shapes
         return device.least_s(multiply_all)
 
-    return time_s(lambda matrix, x: matrix.multiply_few(library, x)) < time_s(PackedMatrix.multiply_many)
+    native_s = time_s(lambda matrix, x: matrix.multiply_natively(library, x))
+    return native_s <= _MOST_SLOWDOWN * time_s(PackedMatrix.multiply_with_onednn)
+
+
+def _sample(matrices: Sequence[PackedMatrix], least_bytes: int) -> Sequence[PackedMatrix]:
+    """Return the first matrices that have ``least_bytes`` in total, or all if they have fewer."""
+    totals = accumulate(matrix.matrix.nbytes for matrix in matrices)
+    return matrices[: 1 + sum(1 for total in totals if total < least_bytes)]

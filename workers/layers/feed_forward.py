@@ -21,6 +21,8 @@ from workers.quant.fp8_matrix import Fp8Matrix, split_rows
 if TYPE_CHECKING:  # no CPU imports kernels of a GPU
     from workers.kernels.experts import RowTiles
 
+_MOST_TOGETHER = 64
+"""Maximum number of rows per expert for which a CPU computes all experts at once. For more, it saves little time."""
 _LEAST_SUM = 1e-20
 """Added to the sum of a token's weights, which can be zero if they are sigmoids."""
 
@@ -142,7 +144,9 @@ class Experts(ShardedLayer):
         ):
             if len(mine):
                 # In one expression, so that no intermediate result outlives its use.
-                answer = multiply(gated(multiply(routed.hidden[mine], self.gate_up[expert])), self.down[expert]).float()
+                answer = multiply(
+                    gated(multiply(routed.hidden.index_select(0, mine), self.gate_up[expert])), self.down[expert]
+                ).float()
                 out.index_add_(0, mine, answer.mul_(weight[:, None]))
                 del answer
         return out.to(routed.hidden.dtype)
@@ -150,15 +154,16 @@ class Experts(ShardedLayer):
     def _computed_together(self, hidden: Tensor, tokens: Tensor, counts: list[int]) -> Tensor | None:
         """Return the outputs of all experts, each for the next ``counts`` of the ``tokens``, from native code.
 
-        None if other code is faster, as for many rows, or if native code cannot read the weights.
+        None if that would take much memory, as for many rows, or if native code does not multiply as many.
         """
         if not isinstance(self.gate_up, list) or not isinstance(self.down, list):
             return None
-        few_rows = self.gate_up[0].few_rows
-        if few_rows is None or max(counts) > few_rows.most:
+        native, most = self.gate_up[0].native, max(counts)
+        if native is None or most > min(native.most_rows, _MOST_TOGETHER):
             return None
-        inner = gated(multiply_groups(few_rows.library, hidden[tokens], self.gate_up, counts))
-        return multiply_groups(few_rows.library, inner, self.down, counts)
+        rows = hidden.index_select(0, tokens)
+        inner = gated(multiply_groups(native.library, rows, self.gate_up, counts))
+        return multiply_groups(native.library, inner, self.down, counts)
 
     def _grouped(self, routed: RoutedTokens) -> Tensor:
         from workers.kernels import experts as kernels

@@ -23,11 +23,11 @@ _PART = 1 << 20
 """Number of weight elements converted to fp32 at a time, so that they stay in the cache for the product."""
 
 
-class FewRows(NamedTuple):
-    """Native code, which is faster than oneDNN for up to ``most`` rows."""
+class NativeProducts(NamedTuple):
+    """Native code, which multiplies up to ``most_rows`` rows."""
 
     library: Library
-    most: int
+    most_rows: int
 
 
 @dataclass(slots=True)
@@ -38,7 +38,8 @@ class PackedMatrix:
     address: int
     blocks: Blocks | None
     """Layout of the elements. None if it is another one."""
-    few_rows: FewRows | None = None
+    native: NativeProducts | None = None
+    """None if oneDNN multiplies any number of rows."""
 
     @property
     def shape(self) -> torch.Size:
@@ -49,17 +50,17 @@ class PackedMatrix:
         return self.matrix.to_dense()[outputs]
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.few_rows is not None and x.shape[0] <= self.few_rows.most:
-            return self.multiply_few(self.few_rows.library, x, bias)
-        return self.multiply_many(x, bias)
+        if self.native is not None and x.shape[0] <= self.native.most_rows:
+            return self.multiply_natively(self.native.library, x, bias)
+        return self.multiply_with_onednn(x, bias)
 
-    def multiply_few(self, library: Library, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def multiply_natively(self, library: Library, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply with native code, which must know the layout."""
         assert self.blocks is not None, "the layout is another one"
         return library.linear(x, self.address, self.matrix.shape[0], self.blocks, bias)
 
-    def multiply_many(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply with oneDNN."""
+    def multiply_with_onednn(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply with oneDNN, which prepares code for each new number of rows."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.matrix, bias, "none", [], "")
         return product
 

@@ -19,8 +19,6 @@ MOST_DIMS = 1024
 """Maximum head size."""
 MOST_INDEX_HEADS = 96
 """Maximum number of an indexer's heads: the rows of the smallest tile."""
-MOST_ROWS = 64
-"""Maximum number of rows of a product."""
 NUM_ITEM_FIELDS = 7
 """Number of fields of Item in attention.h."""
 
@@ -286,11 +284,10 @@ class Library:
         return self._functions[torch.bfloat16].linear is not None
 
     def linear(self, x: Tensor, address: int, num_outputs: int, blocks: Blocks, bias: Tensor | None = None) -> Tensor:
-        """Return x [R, inputs] @ weight.T + bias in bf16, for up to MOST_ROWS rows. linear.h describes the weight."""
+        """Return x [R, inputs] @ weight.T + bias in bf16. linear.h describes the weight."""
         function = self._functions_for(x, *() if bias is None else (bias,)).linear
         assert function is not None, "there is no such function for this CPU and dtype"
         num_rows, num_inputs = x.shape
-        assert num_rows <= MOST_ROWS, f"{num_rows} rows are above {MOST_ROWS}"
         out = x.new_empty(num_rows, num_outputs)
         pointers = (x.data_ptr(), address, None if bias is None else bias.data_ptr(), out.data_ptr())
         assert blocks.width in BLOCK_WIDTHS, f"blocks have {blocks.width} outputs"
@@ -302,7 +299,6 @@ class Library:
         function = self._functions_for(x).grouped_linear
         assert function is not None, "there is no such function for this CPU and dtype"
         assert sum(group.num_rows for group in groups) == len(x), f"{len(x)} rows for {groups}"
-        assert all(group.num_rows <= MOST_ROWS for group in groups), f"groups have more than {MOST_ROWS} rows: {groups}"
         out = x.new_empty(len(x), num_outputs)
         fields = [field for address, blocks, num_rows in groups for field in (address, *blocks, num_rows)]
         array = (ctypes.c_int64 * len(fields))(*fields)

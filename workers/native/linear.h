@@ -1,5 +1,5 @@
-// Products of a few rows with a weight in bf16, which take as long as reading the weight. The source file defines
-// Element, the type of all numbers, and EXPORT. Only for CPUs with AVX512-BF16.
+// Products of rows with a weight in bf16. A few rows take as long as reading the weight. The source file defines Element,
+// the type of all numbers, and EXPORT. Only for CPUs with AVX512-BF16.
 
 #pragma once
 
@@ -7,11 +7,11 @@
 
 namespace {
 
-constexpr int64_t kOutputs = 64;       // Outputs per call of add_products.
+constexpr int64_t kOutputs = 64;        // Outputs per call of add_products.
 constexpr int64_t kParts = kOutputs / kLanes;
-constexpr int64_t kMostTogether = 6;   // Rows whose sums fit into registers.
-constexpr int64_t kDepth = 512;        // Inputs whose weights stay in the cache until all rows have met them.
-constexpr int64_t kMostRows = 64;
+constexpr int64_t kMostTogether = 6;    // Rows whose sums fit into registers.
+constexpr int64_t kDepth = 512;         // Inputs whose weights stay in the cache until all rows have met them.
+constexpr int64_t kRowsTogether = 120;  // Rows that share a read of the weights. Their sums stay in the cache.
 
 // Weights of kOutputs outputs: of each half of the outputs, pairs of inputs that are `pair_stride` elements apart.
 struct Outputs {
@@ -56,6 +56,16 @@ Outputs outputs_from(int64_t first, const Element* weight, int64_t num_outputs, 
   return {block, first + width < num_outputs ? block + block_stride : block, 2 * width};
 }
 
+// Round the sums of the first n outputs, at most kOutputs, after adding a bias unless it is null.
+void store_sums(const float* sums, const Element* bias, int64_t n, Element* out) {
+  for (int64_t v = 0; v < kOutputs && v < n; v += kLanes) {
+    const __mmask16 lanes = n - v >= kLanes ? 0xffff : (1u << (n - v)) - 1;
+    __m512 sum = _mm512_loadu_ps(sums + v);
+    if (bias) sum = _mm512_add_ps(sum, _mm512_cvtpbh_ps((__m256bh)_mm256_maskz_loadu_epi16(lanes, bias + v)));
+    _mm256_mask_storeu_epi16(out + v, lanes, (__m256i)_mm512_cvtneps_pbh(sum));
+  }
+}
+
 }  // namespace
 
 // Compute x [num_rows, num_inputs] @ weight.T + bias, or without a bias if it is null, for outputs 64 * begin to
@@ -65,21 +75,23 @@ Outputs outputs_from(int64_t first, const Element* weight, int64_t num_outputs, 
 extern "C" void EXPORT(linear)(const Element* x, const Element* weight, const Element* bias, Element* out,
                                int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int64_t x_stride,
                                int64_t width, int64_t block_stride, int64_t begin, int64_t end) {
-  float sums[kMostRows * kOutputs];
-  const int64_t num_groups = round_up(num_rows, kMostTogether) / kMostTogether;
-  for (int64_t first = begin * kOutputs; first < end * kOutputs; first += kOutputs) {
-    const Outputs weights = outputs_from(first, weight, num_outputs, width, block_stride);
-    std::fill(sums, sums + num_rows * kOutputs, 0.0f);
-    for (int64_t i = 0; i < num_inputs; i += kDepth)
-      for (int64_t group = 0; group < num_groups; ++group) {
-        const int64_t row = num_rows * group / num_groups, next = num_rows * (group + 1) / num_groups;
-        kAddProducts[next - row - 1](x + row * x_stride, x_stride, weights, i, std::min(kDepth, num_inputs - i),
-                                     sums + row * kOutputs);
-      }
-    const int64_t size = std::min(kOutputs, num_outputs - first);
-    for (int64_t row = 0; row < num_rows; ++row)
-      for (int64_t j = 0; j < size; ++j)
-        set(out[row * num_outputs + first + j], sums[row * kOutputs + j] + (bias ? as_float(bias[first + j]) : 0.0f));
+  float sums[kRowsTogether * kOutputs];
+  for (; num_rows > 0; num_rows -= kRowsTogether, x += kRowsTogether * x_stride, out += kRowsTogether * num_outputs) {
+    const int64_t num_together = std::min(num_rows, kRowsTogether);
+    const int64_t num_groups = round_up(num_together, kMostTogether) / kMostTogether;
+    for (int64_t first = begin * kOutputs; first < end * kOutputs; first += kOutputs) {
+      const Outputs weights = outputs_from(first, weight, num_outputs, width, block_stride);
+      std::fill(sums, sums + num_together * kOutputs, 0.0f);
+      for (int64_t i = 0; i < num_inputs; i += kDepth)
+        for (int64_t group = 0; group < num_groups; ++group) {
+          const int64_t row = num_together * group / num_groups, next = num_together * (group + 1) / num_groups;
+          kAddProducts[next - row - 1](x + row * x_stride, x_stride, weights, i, std::min(kDepth, num_inputs - i),
+                                       sums + row * kOutputs);
+        }
+      for (int64_t row = 0; row < num_together; ++row)
+        store_sums(sums + row * kOutputs, bias ? bias + first : nullptr, num_outputs - first,
+                   out + row * num_outputs + first);
+    }
   }
 }
 

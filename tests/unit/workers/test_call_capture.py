@@ -106,8 +106,8 @@ def test_products_by_onednn_are_captured(
         monkeypatch, make_checkpoint(tmp_path, "qwen3"), torch.bfloat16, PAGE_SIZE, MOST * PAGES_PER_REQUEST
     )
     for matrix in runner._model.packed_matrices():
-        few_rows = matrix.few_rows
-        matrix.few_rows = None if few_rows is None or most_rows is None else few_rows._replace(most=most_rows)
+        native = matrix.native
+        matrix.native = None if native is None or most_rows is None else native._replace(most_rows=most_rows)
     expected = [answers(runner, num_requests, 8) for num_requests in (1, 3, 16)]
     runner.capture_decode(16, CallCapture())
     assert [answers(runner, num_requests, 8) for num_requests in (1, 3, 16)] == expected

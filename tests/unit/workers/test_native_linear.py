@@ -1,6 +1,7 @@
 """Native products with packed weights, compared with exact ones: any sizes and strides."""
 
 import platform
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,9 +19,9 @@ from workers.engine.native_kernels import use_native_products
 from workers.engine.weights import load_model
 from workers.expert_parallel.token_dispatcher import RoutedTokens
 from workers.layers.feed_forward import Experts
-from workers.layers.matmul import FewRows, PackedMatrix, _find_blocks, multiply_groups, packed
+from workers.layers.matmul import NativeProducts, PackedMatrix, _find_blocks, multiply_groups, packed
 from workers.layers.shard import even_shard
-from workers.native.library import BLOCK_WIDTHS, MOST_ROWS, Library
+from workers.native.library import BLOCK_WIDTHS, Library
 from workers.parallel.model_groups import Part
 
 pytestmark = [
@@ -58,7 +59,7 @@ def in_blocks(weight: torch.Tensor, width: int, depth: int) -> torch.Tensor:
 
 
 @given(
-    num_rows=st.integers(0, MOST_ROWS),
+    num_rows=st.integers(0, 300),
     num_outputs=st.integers(1, 300),
     num_pairs=st.integers(1, 700),
     gap=st.integers(0, 5),
@@ -86,43 +87,44 @@ def test_products(
         matrix.address, matrix.blocks = memory.data_ptr(), _find_blocks(memory, weight)
         assert matrix.blocks is not None
         assert matrix.blocks.stride * -(-num_outputs // matrix.blocks.width) == len(memory)
-    product = matrix.multiply_few(library, x, bias)
+    product = matrix.multiply_natively(library, x, bias)
     assert product.shape == (num_rows, num_outputs)
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=num_pairs * 1e-6)
 
 
-@pytest.mark.parametrize("counts", [[0, 0], [3, 0, 1], [MOST_ROWS, 2, 9]])
+@pytest.mark.parametrize("counts", [[0, 0], [3, 0, 1], [130, 2, 9]])
 def test_groups_of_rows_have_weights_of_their_own(library: Library, counts: list[int]) -> None:
     matrices, x = [pack(draw(seed, 100, 40)) for seed in range(len(counts))], draw(7, sum(counts), 41)[:, 1:]
-    alone = [matrix.multiply_few(library, rows) for matrix, rows in zip(matrices, torch.split(x, counts), strict=True)]
+    rows = torch.split(x, counts)
+    alone = [matrix.multiply_natively(library, part) for matrix, part in zip(matrices, rows, strict=True)]
     assert torch.equal(multiply_groups(library, x, matrices, counts), torch.cat(alone))
 
 
-def test_experts_answer_together_as_each_does(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_experts(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = Experts(64, even_shard(32, Part(0, 1)), range(2, 7))
     for parameter in experts.parameters():
         parameter.data = draw(len(parameter), *parameter.shape) / 8
     experts.pack()
     assert isinstance(experts.gate_up, list)
-    for num_tokens in (0, 1, 5, 40):
+    for num_tokens in (0, 1, 5, 40, 400):
         chosen = torch.rand(num_tokens, 9).topk(3).indices.int()
         routed = RoutedTokens(draw(num_tokens, num_tokens, 64), chosen, torch.rand(num_tokens, 3))
-        for matrix in experts.gate_up:
-            matrix.few_rows = None
+        for matrix in (*experts.gate_up, *experts.down):
+            matrix.native = None
         each = experts(routed)
-        for matrix in experts.gate_up:
-            matrix.few_rows = FewRows(library, MOST_ROWS)
+        for matrix in (*experts.gate_up, *experts.down):
+            matrix.native = NativeProducts(library, sys.maxsize)
         linear = Mock(wraps=library.grouped_linear)
         monkeypatch.setattr(library, "grouped_linear", linear)
         torch.testing.assert_close(experts(routed), each)
-        assert linear.call_count == 2
+        assert linear.call_count == (2 if num_tokens <= 40 else 0)
 
 
 def test_threads_share_a_large_weight(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.native.library._LEAST_SHARED_PRODUCTS", 1 << 10)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     matrix, x = pack(draw(1, 1000, 128)), draw(2, 9, 128)
-    assert torch.equal(matrix.multiply_few(Library.load(), x), matrix.multiply_few(library, x))
+    assert torch.equal(matrix.multiply_natively(Library.load(), x), matrix.multiply_natively(library, x))
 
 
 @pytest.mark.parametrize("shape", [(64, 63), (65, 2), (128, 512)])
@@ -138,18 +140,18 @@ def test_a_layout_is_known_only_if_it_is_the_expected_one(
     assert pack(weight).blocks is None
 
 
-@pytest.mark.parametrize("most", [0, 4, MOST_ROWS])
+@pytest.mark.parametrize("most", [0, 4, 64, 512])
 def test_as_many_rows_as_are_faster(
     most: int, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16))
     x = model.embed_tokens(torch.arange(6))
     before = model.logits(x)
-    monkeypatch.setattr(native_kernels, "_is_faster", lambda *given: given[-1] <= most)
+    monkeypatch.setattr(native_kernels, "_is_fast", lambda *given: given[-1] <= most)
     use_native_products(model, library)
     matrices = model.packed_matrices()
     assert len(matrices) == 4 * len(model.layers) + 1
-    assert {matrix.few_rows.most for matrix in matrices if matrix.few_rows} == {most}
+    assert {matrix.native.most_rows for matrix in matrices if matrix.native} == {sys.maxsize if most == 512 else most}
     torch.testing.assert_close(model.logits(x), before)
     linear = Mock(wraps=library.linear)
     monkeypatch.setattr(library, "linear", linear)
@@ -163,4 +165,4 @@ def test_speeds_are_measured(family: str, library: Library, tmp_path: Path) -> N
     use_native_products(model, library)
     num_experts = model.config.moe.num_experts if model.config.moe else 1
     assert len(model.packed_matrices()) == (2 + 2 * num_experts) * len(model.layers) + 1
-    assert all(matrix.few_rows is not None for matrix in model.packed_matrices())
+    assert all(matrix.native is not None for matrix in model.packed_matrices())
