@@ -80,7 +80,8 @@ def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | 
 class _Work:
     """Work items over keys ``[page, H, slot, ...]``. The first call divides the items into launches."""
 
-    def __init__(self, items: Sequence[Item], tables: Tensor, page_size: int, window: int | None) -> None:
+    def __init__(self, items: Sequence[Item], tables: Tensor | None, page_size: int, window: int | None) -> None:
+        """``tables`` is None if keys are in rows."""
         self._items = [item for item in items if item.num_queries]
         self._num_rows = max((item.first_row + item.num_queries for item in items), default=0)
         self._tables, self._page_size, self._window = tables, page_size, window
@@ -123,7 +124,8 @@ class _Work:
             attend,
             tiles=device_of(key).put(torch.from_numpy(tiling.tiles)),
             segments=device_of(key).put(torch.from_numpy(tiling.segments)),
-            tables=self._tables.to(key.device),
+            # Made on the GPU, since a copy from the host would wait for it.
+            tables=key.new_zeros(1, dtype=torch.int64) if self._tables is None else self._tables,
             page_size=self._page_size,
             blocks=blocks,
             window=self._window,
@@ -158,7 +160,7 @@ class _Rows:
 
         @cache
         def work(window: int | None) -> _Work:
-            return _Work(row_items(query_runs, key_runs, window), torch.zeros(1, dtype=torch.int64), 0, window)
+            return _Work(row_items(query_runs, key_runs, window), None, 0, window)
 
         self._work = work
 

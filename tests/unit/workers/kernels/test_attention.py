@@ -5,6 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.devices import use_meta_device
 from tests.fakes.kernel_cases import (
     DTYPES,
     PagedCase,
@@ -141,3 +142,19 @@ def test_pages_of_another_size_are_our_own_bug() -> None:
         step.attend(torch.ones(1, 1, 64), torch.ones(1, 1, 8, 64), torch.ones(1, 1, 8, 64), PARAMS)
     with pytest.raises(AssertionError, match="ends past its pages"):
         triton_backend.paged_items([Run(0, 16, 1, 1)], [1], 16, None)
+
+
+def test_rows_without_waiting_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only ``Device.put`` copies from the host in the background."""
+
+    def wait(*_: object, **__: object) -> None:
+        raise AssertionError("the host would wait for a copy")
+
+    meta = use_meta_device(monkeypatch, has_kernels=True)
+    monkeypatch.setattr(meta, "put", lambda on_host: torch.empty_like(on_host, device="meta"))
+    monkeypatch.setattr(torch.Tensor, "to", wait)
+    launches: list[torch.Tensor] = []
+    monkeypatch.setattr(triton_backend, "attend", lambda *_, tables, **__: launches.append(tables))
+    rows, run = torch.empty(5, 2, 64, device="meta"), [Run(0, 0, 5, 1)]
+    TritonAttention().prepare_rows(run, run).attend(rows, rows, rows, PARAMS)
+    assert [(tables.device, tables.dtype) for tables in launches] == [(meta.torch_device, torch.int64)]
