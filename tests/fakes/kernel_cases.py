@@ -189,7 +189,7 @@ def in_order(case: PagedCase) -> list[Run]:
 
 
 def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None:
-    """Check attention over a pool's pages. All other slots are NaN."""
+    """Check attention over a pool's pages. All other slots, and pages before all windows, are NaN."""
     torch.manual_seed(case.seed)
     counts = [-(-length // case.page_size) for length in case.lengths]
     pool = kv_pool(sum(counts) + 1, case.kv_heads, 2, case.page_size, case.head_dim, case.dtype)
@@ -202,6 +202,10 @@ def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None
         pool.write(
             1, table[positions // case.page_size] * case.page_size + positions % case.page_size, side_by_side(kv)
         )
+    for request, table in enumerate(tables if params.window else ()):
+        first = min((run.first_position for run in case.runs if run.request == request), default=0)
+        unseen = table[: max(first + 1 - params.window, 0) // case.page_size]
+        pool.group("full_attention")[unseen] = torch.nan
     num_queries = sum(run.count for run in case.runs)
     query = torch.randn(num_queries, case.kv_heads * case.groups, case.head_dim).to(case.dtype)
     expected = [

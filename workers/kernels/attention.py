@@ -186,19 +186,19 @@ def _attend_kernel(
     key += kv_head * key_head_stride
     value += kv_head * value_head_stride
     for at in range(first_segment, first_segment + num_segments):
-        table, first_key, begin, whole, stop, last_seen = _load_segment(
+        table, first_key, first_seen, begin, whole, stop, last_seen = _load_segment(
             segments + at * _NUM_SEGMENT_FIELDS, tables, first_index, last_index, indices, WINDOW, BLOCK_KEYS
         )
         for start in range(begin, begin + whole, BLOCK_KEYS):
             found, peak, total = _attend_block(
-                asked, asked_rest, key, value, found, peak, total, table, first_key, start, stop, last_seen,
+                asked, asked_rest, key, value, found, peak, total, table, first_key, first_seen, start, stop, last_seen,
                 key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale,
                 HEAD_DIM, VALUE_DIM, KEY_DIM, ARE_IN_KEYS, WINDOW, PAGE_SIZE,
                 BLOCK_KEYS, BLOCK_DIM, BLOCK_REST_DIM, BLOCK_VALUE_DIM, OPERAND, False,
             )  # fmt: skip
         for start in range(begin + whole, stop, BLOCK_KEYS):
             found, peak, total = _attend_block(
-                asked, asked_rest, key, value, found, peak, total, table, first_key, start, stop, last_seen,
+                asked, asked_rest, key, value, found, peak, total, table, first_key, first_seen, start, stop, last_seen,
                 key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale,
                 HEAD_DIM, VALUE_DIM, KEY_DIM, ARE_IN_KEYS, WINDOW, PAGE_SIZE,
                 BLOCK_KEYS, BLOCK_DIM, BLOCK_REST_DIM, BLOCK_VALUE_DIM, OPERAND, True,
@@ -235,25 +235,26 @@ def _load_segment(
 ):  # fmt: skip
     """Load a segment: its table and first key, the keys that a tile sees, and the last key that each query sees.
 
+    Without a window, ``first_seen`` is 0. With one, the first block may begin before it.
     The first ``whole`` keys from ``begin`` on form full blocks that every query sees, so they need no mask.
     """
     table, first_key = tables + tl.load(segment), tl.load(segment + 1)
     begin, stop = tl.load(segment + 2), tl.load(segment + 3)
     ahead, step = tl.load(segment + 4), tl.load(segment + 5)
     last_seen = ahead + indices * step
-    whole = 0
+    first_seen, whole = 0, 0
     if WINDOW > 0:
         first_seen = tl.maximum(ahead + first_index * step + 1 - WINDOW, 0)
         begin = tl.maximum(begin, first_seen // BLOCK_KEYS * BLOCK_KEYS)
     else:
         whole = tl.maximum(tl.minimum(ahead + first_index * step + 1, stop) - begin, 0) // BLOCK_KEYS * BLOCK_KEYS
     stop = tl.minimum(ahead + last_index * step + 1, stop)
-    return table, first_key, begin, whole, stop, last_seen
+    return table, first_key, first_seen, begin, whole, stop, last_seen
 
 
 @triton.jit
 def _attend_block(
-    asked, asked_rest, key, value, found, peak, total, table, first_key, start, stop, last_seen,
+    asked, asked_rest, key, value, found, peak, total, table, first_key, first_seen, start, stop, last_seen,
     key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, ARE_IN_KEYS: tl.constexpr,
     WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
@@ -262,18 +263,21 @@ def _attend_block(
 ):  # fmt: skip
     """Add a block of keys to a tile's sums, which are scaled by ``2**-peak``."""
     keys = start + tl.arange(0, BLOCK_KEYS)
+    is_there = keys < stop
+    if WINDOW > 0:
+        is_there = is_there & (keys >= first_seen)  # pages before it may be another request's by now
     if PAGE_SIZE == 0:
         pages, slots = tl.zeros((BLOCK_KEYS,), tl.int64), first_key + keys
     elif PAGE_SIZE % BLOCK_KEYS == 0:
         pages, slots = tl.load(table + start // PAGE_SIZE), keys % PAGE_SIZE
     else:
-        pages, slots = tl.load(table + keys // PAGE_SIZE, mask=keys < stop, other=0), keys % PAGE_SIZE
+        pages, slots = tl.load(table + keys // PAGE_SIZE, mask=is_there, other=0), keys % PAGE_SIZE
     slots = slots.to(tl.int64)
     key_rows = pages * key_page_stride + slots * key_slot_stride
-    key_block = _load_block(key, key_rows, keys < stop, KEY_DIM, BLOCK_DIM, IS_MASKED)
+    key_block = _load_block(key, key_rows, is_there, KEY_DIM, BLOCK_DIM, IS_MASKED)
     scores = tl.dot(asked, tl.trans(key_block.to(OPERAND)), input_precision="ieee")
     if BLOCK_REST_DIM > 0:
-        rest_block = _load_block(key + KEY_DIM, key_rows, keys < stop, HEAD_DIM - KEY_DIM, BLOCK_REST_DIM, IS_MASKED)
+        rest_block = _load_block(key + KEY_DIM, key_rows, is_there, HEAD_DIM - KEY_DIM, BLOCK_REST_DIM, IS_MASKED)
         scores = tl.dot(asked_rest, tl.trans(rest_block.to(OPERAND)), scores, input_precision="ieee")
     scores *= scale
     if IS_MASKED:
@@ -288,7 +292,7 @@ def _attend_block(
     value_block = key_block
     if not ARE_IN_KEYS:
         value_rows = pages * value_page_stride + slots * value_slot_stride
-        value_block = _load_block(value, value_rows, keys < stop, VALUE_DIM, BLOCK_VALUE_DIM, IS_MASKED)
+        value_block = _load_block(value, value_rows, is_there, VALUE_DIM, BLOCK_VALUE_DIM, IS_MASKED)
     rounded = weights.to(value_block.dtype).to(OPERAND)
     found = tl.dot(rounded, value_block.to(OPERAND), found * decay[:, None], input_precision="ieee")
     return found, new_peak, total * decay + tl.sum(weights, 1)
