@@ -84,6 +84,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         model_config.check_ring(spec.config.prefill)
         groups = join_groups(spec, store, model_config, device)
         on_failure.callback(groups.leave)
+        groups.connect(device)
         rank = _load(spec, folder, model_config, device, groups, store, on_failure)
         on_failure.pop_all()
     return rank

@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
+import torch
+
 from cluster.spec.ids import Role
 from cluster.spec.ranks import GroupName, head_copies, head_copy_groups, positions, stage_links
 from cluster.spec.ranks import groups as rank_groups
@@ -45,6 +47,15 @@ class RankGroups:
     def all(self) -> tuple[Communicator, ...]:
         """Return all groups, each once."""
         return (self.cp, *self.model.all, *self.pipeline.links, self.head_copies)
+
+    def connect(self, device: Device) -> None:
+        """Use each group once, as all ranks do at startup. NCCL connects ranks only then, and takes memory for it."""
+        for group in self.all:
+            tensor = torch.zeros(1, device=device.torch_device)
+            group.all_reduce(tensor)
+            group.all_gather(tensor.new_empty(group.size), tensor)
+            for distance in range(1, group.size):
+                group.start_shift(torch.empty_like(tensor), tensor, distance).wait()
 
     def leave(self) -> None:
         """Leave all groups in parallel, since leaving one may block until another is left. Waiting peers fail."""
