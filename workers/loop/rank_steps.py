@@ -16,6 +16,7 @@ from cluster.spec.registry import StepTimes
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan, StepWork
 from cluster.spec.strategy import Passing, Strategy
+from workers.device import Arriving
 from workers.engine.begun_step import BegunStep
 from workers.handoff.kv_sender import KvSender
 from workers.hicache.tier_worker import TierWorker
@@ -103,7 +104,9 @@ class StepReports:
         reports = groups.position.moe_tp == 0
         self._experts = [module for module in model.modules() if isinstance(module, Experts)] if reports else []
         self._global_rank = global_rank
-        self._before = self._counts()
+        self._before = self._counts(self._copy_loads())
+        self._loads: Arriving | None = None
+        """Copies for the next report."""
         self._due_s = 0.0
 
     def count(self, seconds: float) -> None:
@@ -115,27 +118,35 @@ class StepReports:
     ) -> StepWork | None:
         """Return a report if anything has changed, at most once per second unless the rank is idle.
 
+        On a GPU, a report comes a call or more later than it is due, so that the host need not wait for the next step.
         ``dropped`` counts the messages that the rank's inbox has dropped so far, by reason.
         """
         state = self._num_steps, dict(dropped)
-        if state == self._reported or (now_s < self._due_s and not is_idle):
+        if self._loads is None:
+            if state == self._reported or (now_s < self._due_s and not is_idle):
+                return None
+            self._due_s, self._loads = now_s + REPORT_EVERY_S, self._copy_loads()
+        if not self._loads.is_there:
             return None
-        self._due_s = now_s + REPORT_EVERY_S
-        self._reported = state
+        counts, self._loads, self._reported = self._counts(self._loads), None, state
         return StepWork(
             global_rank=self._global_rank,
             num_steps=self._num_steps,
             step_s=self._step_s,
-            expert_tokens=dict(self._counts() - self._before),
+            expert_tokens=dict(counts - self._before),
             dropped=dict(dropped),
         )
 
-    def _counts(self) -> Counter[int]:
+    def _copy_loads(self) -> Arriving:
+        """Start to copy the numbers of tokens that the experts have computed, ``[layers, experts]``."""
+        loads = [experts.loads for experts in self._experts]
+        return Arriving(torch.stack(loads) if loads else torch.empty(0))
+
+    def _counts(self, loads: Arriving) -> Counter[int]:
+        """Return the number of tokens that each expert has computed in all layers."""
         counts: Counter[int] = Counter()
-        if self._experts:  # all layers in one copy, since the host may have to wait for a GPU
-            loads = torch.stack([experts.loads for experts in self._experts]).tolist()
-            for experts, of_layer in zip(self._experts, loads, strict=True):
-                counts.update(dict(zip(experts.numbers, of_layer, strict=True)))
+        for experts, of_layer in zip(self._experts, loads.wait()[0].tolist(), strict=True):
+            counts.update(dict(zip(experts.numbers, of_layer, strict=True)))
         return counts
 
 

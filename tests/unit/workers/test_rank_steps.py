@@ -19,6 +19,7 @@ from cluster.spec.tiers import TierJob, TierJobKind
 from cluster.spec.transfer_messages import SendState
 from tests.unit.workers.test_feed_forward import HIDDEN, MOE
 from tests.unit.workers.test_replica_leader import leader_of
+from workers.device import Arriving
 from workers.layers.feed_forward import MoeBlock
 from workers.loop.rank_steps import RankSteps, StepMeter, StepReports
 from workers.loop.watch import BETWEEN_STEPS, LoopProgress
@@ -248,6 +249,19 @@ def test_reports_are_sent_once_a_second_or_when_idle() -> None:
     assert reports.next(1.6, is_idle=False) is None
     assert reports.next(2.6, is_idle=False) is not None
     assert reports.next(9.0, is_idle=False) is None
+
+
+def test_reports_do_not_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, groups = model_of(ParallelConfig(), rank=0)
+    reports = StepReports(model, groups, global_rank=0)
+    compute(model, 0, 0, 0, 1)
+    reports.count(0.25)
+    with monkeypatch.context() as patch:
+        patch.setattr(Arriving, "is_there", False)
+        assert reports.next(1.0, is_idle=False) is None
+    compute(model, 7, 7, 7, 7)
+    expected = StepWork(global_rank=0, num_steps=1, step_s=0.25, expert_tokens={3: 2})
+    assert reports.next(1.1, is_idle=False) == expected
 
 
 def test_one_rank_reports_for_all_that_share_an_experts_width() -> None:
