@@ -202,10 +202,11 @@ def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None
         pool.write(
             1, table[positions // case.page_size] * case.page_size + positions % case.page_size, side_by_side(kv)
         )
-    for request, table in enumerate(tables if params.window else ()):
-        first = min((run.first_position for run in case.runs if run.request == request), default=0)
-        unseen = table[: max(first + 1 - params.window, 0) // case.page_size]
-        pool.group("full_attention")[unseen] = torch.nan
+    if params.window is not None:
+        for request, table in enumerate(tables):
+            first = min((run.first_position for run in case.runs if run.request == request), default=0)
+            num_unseen = max(first + 1 - params.window, 0)
+            pool.group("full_attention")[table[: num_unseen // case.page_size]] = torch.nan
     num_queries = sum(run.count for run in case.runs)
     query = torch.randn(num_queries, case.kv_heads * case.groups, case.head_dim).to(case.dtype)
     expected = [

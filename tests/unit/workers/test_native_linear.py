@@ -106,6 +106,7 @@ def test_native_experts(library: Library, monkeypatch: pytest.MonkeyPatch) -> No
         parameter.data = draw(len(parameter), *parameter.shape) / 8
     experts.pack()
     assert isinstance(experts.gate_up, list)
+    assert isinstance(experts.down, list)
     for num_tokens in (0, 1, 5, 40, 400):
         chosen = torch.rand(num_tokens, 9).topk(3).indices.int()
         routed = RoutedTokens(draw(num_tokens, num_tokens, 64), chosen, torch.rand(num_tokens, 3))
