@@ -101,7 +101,7 @@ def _load(
 ) -> Rank:
     config = spec.config
     grammars = Grammars(folder, model_config.vocab_size) if groups.is_sampling_rank else None
-    dtype_name = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
+    dtype_name = model_config.served_dtype(config.model)
     geometry = model_config.kv_geometry(config.model.name, dtype_name, config.kv.page_size)
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)

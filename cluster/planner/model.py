@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.spec.config import DeployConfig, Device
-from cluster.spec.errors import ConfigError, Problem, UserError
+from cluster.spec.errors import UserError
 from cluster.spec.kv import KvGeometry
 from workers.context_parallel.cost_model import ModelShape
 from workers.models import recall_weights
 from workers.models.interface import DecoderConfig
 from workers.models.registry import parse_model_config, read_model_config
+from workers.models.resolve import local_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ def read_model(config: DeployConfig) -> ModelFacts | UnknownModel:
     if config.model.path in recall_weights.BUILT_IN:
         shape = recall_weights.config(recall_weights.Variant(config.model.path))
         return _facts(config, parse_model_config(shape))
-    folder = _find_folder(config.model.path)
+    folder = local_folder(config.model.path) or _cached(config.model.path)
     if folder is None:
         name = config.model.path
         fix = f"`hf download {name} config.json` fetches all that is needed"
@@ -68,24 +69,15 @@ def prefill_shape(config: DeployConfig, model: ModelFacts, layers: range) -> Mod
 
 
 def _facts(config: DeployConfig, model: DecoderConfig) -> ModelFacts:
-    dtype = model.dtype if config.model.dtype == "auto" else config.model.dtype
+    dtype = model.served_dtype(config.model)
     geometry = model.kv_geometry(config.model.name, dtype, config.kv.page_size)
     return ModelFacts(config=model, geometry=geometry, dtype=dtype)
 
 
-def _find_folder(path: str) -> Path | None:
-    """Return the local folder of a model path; None for a repository that is not in the cache."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        message = (
-            f"got {path!r}, which is not a folder; "
-            f"allowed: {', '.join(recall_weights.BUILT_IN)}, a local folder, a Hugging Face repository"
-        )
-        raise ConfigError([Problem("model.path", message)])
+def _cached(repository: str) -> Path | None:
+    """Return the folder of a repository in this machine's Hugging Face cache."""
     # The import takes longer than the rest of the command.
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(path, "config.json")
+    found = try_to_load_from_cache(repository, "config.json")
     return Path(found).parent if isinstance(found, str) else None

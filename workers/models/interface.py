@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from cluster.spec.checks import ModelLimits, layout_problems, ring_problems
-from cluster.spec.config import AnyParallel, PrefillConfig
+from cluster.spec.config import AnyParallel, ModelConfig, PrefillConfig
 from cluster.spec.errors import UserError
 from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, KvPart, attention_group
 from cluster.spec.linear_shards import LinearShards
@@ -196,6 +196,10 @@ class DecoderConfig:
             attention_group(alike, self.attention.num_kv_heads, parts, window)
             for (window, parts), alike in layers.items()
         )
+
+    def served_dtype(self, served: ModelConfig) -> str:
+        """Return the data type of weights and KV."""
+        return self.dtype if served.dtype == "auto" else served.dtype
 
     def kv_geometry(self, name: str, dtype: str, page_size: int) -> KvGeometry:
         return KvGeometry(model=name, num_layers=self.num_layers, groups=self.kv_groups(dtype), page_size=page_size)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.spec.env import CACHE_DIR
-from cluster.spec.errors import UserError
+from cluster.spec.errors import ConfigError, Problem, UserError
 from workers.models.recall import VERSION, build_recall_checkpoint
 from workers.models.recall_weights import BUILT_IN, Variant
 
@@ -32,15 +32,22 @@ def resolve_model(path: str, files: Sequence[str] = EVERYTHING) -> Path:
             where = f"{folder.parent}: {error.strerror or error}"
             raise UserError(f"BATON_CACHE_DIR: cannot write to {where}; allowed: a folder with free space") from error
         return folder
+    return local_folder(path) or _download(path, files)
+
+
+def local_folder(path: str) -> Path | None:
+    """Return the local folder of a path; None for a Hugging Face repository.
+
+    Raises:
+        ConfigError: the path is neither.
+    """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise UserError(
-            f"model {path!r} is not a folder on this machine; "
-            f"allowed: a folder, a Hugging Face repository like 'owner/name', {' or '.join(BUILT_IN)}"
-        )
-    return _download(path, files)
+        allowed = f"{', '.join(BUILT_IN)}, a local folder, a Hugging Face repository like 'owner/name'"
+        raise ConfigError([Problem("model.path", f"got {path!r}, which is not a folder; allowed: {allowed}")])
+    return None
 
 
 def _download(repository: str, files: Sequence[str]) -> Path:

@@ -314,7 +314,8 @@ def test_missing_file_and_missing_folder_are_one_line(baton: RunBaton, tmp_path:
         2,
         "",
         "model.path: got './nowhere', which is not a folder; "
-        "allowed: recall, recall-moe, recall-latent, recall-sparse, a local folder, a Hugging Face repository\n",
+        "allowed: recall, recall-moe, recall-latent, recall-sparse, a local folder, "
+        "a Hugging Face repository like 'owner/name'\n",
     )
 
 
