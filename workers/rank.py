@@ -111,23 +111,9 @@ def _load(
     memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)
     layout = _pool_layout(spec, geometry, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
-    memory = open_peer_memory(layout, device, backend, config.verify_by(), groups.head_copies)
-    if not device.has_own_memory:
-        use_huge_pages(memory.pool.bytes.data_ptr(), memory.pool.bytes.nbytes)
-    host_bytes = host_bytes_of(spec, layout)
-    host_region = backend.allocate(host_bytes) if host_bytes else None
+    memory, host_region, pinned = _open_memory(spec, layout, device, backend, groups)
     is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
-    to_pin = (memory.region, host_region) if device.is_asynchronous else ()
-    pinned = PinnedMemory([region.buffer for region in to_pin if region and region.buffer.nbytes])
-    runner = ModelRunner(
-        model,
-        memory.pool,
-        attention,
-        groups,
-        spec.ownership,
-        grammars,
-        peer_memory=memory,
-    )
+    runner = ModelRunner(model, memory.pool, attention, groups, spec.ownership, grammars, peer_memory=memory)
     runner.warm_up()
     on_failure.callback(runner.drop_graphs)
     _capture_decode(spec, runner, make_capture, why_not_captured(config, spec.pool, **features))
@@ -160,6 +146,19 @@ def _pool_layout(spec: WorkerSpec, geometry: KvGeometry, memory_gib: float) -> P
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
     _log.info("KV pool: %d pages, %d tokens", layout.num_pages, layout.tokens_in(layout.num_pages))
     return layout
+
+
+def _open_memory(
+    spec: WorkerSpec, layout: PoolLayout, device: Device, backend: TransferBackend, groups: RankGroups
+) -> tuple[PeerMemory, Region | None, PinnedMemory]:
+    """Allocate the pool and, if it is used, the host tier. Pin the regions of both for a GPU."""
+    memory = open_peer_memory(layout, device, backend, spec.config.verify_by(), groups.head_copies)
+    if not device.has_own_memory:
+        use_huge_pages(memory.pool.bytes.data_ptr(), memory.pool.bytes.nbytes)
+    host_bytes = host_bytes_of(spec, layout)
+    host_region = backend.allocate(host_bytes) if host_bytes else None
+    to_pin = (memory.region, host_region) if device.is_asynchronous else ()
+    return memory, host_region, PinnedMemory([each.buffer for each in to_pin if each and each.buffer.nbytes])
 
 
 def _capture_decode(
