@@ -39,7 +39,7 @@ class OwnedRows:
     def store(self, layer: int, kv: Tensor) -> None:
         """Store this object's rows of ``kv [tokens, heads, width]``, the rows of the rank that computed them."""
         if len(self._rows):
-            self._pool.write(layer, self._slots, kv[self._rows])
+            self._pool.write(layer, self._slots, kv.index_select(0, self._rows))
 
 
 class PassKvContext(StepContext):

@@ -119,7 +119,7 @@ class AllToAllDispatcher:
     def _receive(self, tokens: RoutedTokens, by_rank: Sequence[Tensor], counts: Sequence[int]) -> RoutedTokens:
         """Send this rank's tokens, and return those for this rank's experts."""
         packed = tokens.packed()
-        parts = all_to_all(self._block, [packed[wanted] for wanted in by_rank], counts)
+        parts = all_to_all(self._block, [packed.index_select(0, wanted) for wanted in by_rank], counts)
         received = torch.cat(parts)
         del packed, parts
         return tokens.unpack(received)
