@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cluster.spec.errors import PeerLostError
 from workers.device import Device
 from workers.native.recording import Call, recorded_in
 
@@ -46,7 +47,7 @@ class GraphCapture:
             # Other threads copy pages during the capture.
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 out = compute()
-        except RuntimeError as error:
+        except (RuntimeError, PeerLostError) as error:  # the latter from a collective that cannot be captured
             # After a failure, torch's own stream is current, and its allocator may still be capturing into the pool.
             torch.cuda.set_stream(usual)
             with suppress(RuntimeError):  # the allocator has already stopped

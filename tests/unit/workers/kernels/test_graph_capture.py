@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from workers.engine.captures import GraphCapture
+from cluster.spec.errors import PeerLostError
+from workers.engine.captures import CaptureError, GraphCapture
 
 
 class Cuda:
@@ -34,7 +35,7 @@ class Cuda:
         usual, self.current, self.is_capturing = self.current, stream, True
         try:
             yield
-        except RuntimeError:
+        except Exception:
             self.is_capturing = not self._ends_itself
             raise
         self.current, self.is_capturing = usual, False
@@ -47,17 +48,20 @@ class Cuda:
 
 
 @pytest.mark.parametrize("ends_itself", [False, True])
-def test_a_failure_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, *, ends_itself: bool) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, PeerLostError], ids=["of work", "of a collective"])
+def test_a_failure_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception], *, ends_itself: bool
+) -> None:
     cuda = Cuda(monkeypatch, ends_itself=ends_itself)
     before, stream = cuda.current, SimpleNamespace(wait_stream=lambda _: None)
     graph_capture, result = GraphCapture(stream), torch.zeros(1)  # type: ignore[arg-type]
 
     def compute() -> torch.Tensor:
         if cuda.is_capturing:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise kind("operation not permitted when stream is capturing")
         return result
 
-    with pytest.raises(RuntimeError, match="not permitted"):
+    with pytest.raises(CaptureError, match="not permitted"):
         graph_capture(compute)
     assert (cuda.current, cuda.is_capturing) == (before, False)
     assert graph_capture(lambda: result)[0] is result
