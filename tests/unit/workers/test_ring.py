@@ -147,6 +147,17 @@ def test_a_failure_is_raised_in_the_wait_and_its_time_counts(monkeypatch: pytest
     assert group.waited_s == 6.0
 
 
+def test_memory_that_runs_out_is_no_lost_peer() -> None:
+    """A rank's own error must not look like the effect of another rank's."""
+
+    class Full(_SlowWork):
+        def barrier(self) -> "_SlowWork":
+            raise torch.OutOfMemoryError("no memory for a copy")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        Communicator("full", 1, 2, Full()).barrier()
+
+
 def test_received_bytes_are_those_of_other_ranks() -> None:
     """Each call hands over 6 elements of 2 bytes. Sums travel in fp32, and twice."""
 
