@@ -37,7 +37,7 @@ class FormBytes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpExchange:
+class KvExchange:
     """Bytes per token on one rank, which computes ``num_tokens`` of the ``chunk_tokens`` tokens of a step."""
 
     cp: int
@@ -89,7 +89,7 @@ class CpExchange:
         return max(form.plain, own + max(attending, sending), form.merging + returning)
 
 
-def cp_exchanges(config: DeployConfig, pool: Pool, model: ModelFacts, num_tokens: int) -> Sequence[CpExchange | None]:
+def cp_exchanges(config: DeployConfig, pool: Pool, model: ModelFacts, num_tokens: int) -> Sequence[KvExchange | None]:
     """Return the exchange of every way in which KV may meet queries, or None alone if there is one CP rank."""
     if not isinstance(pool, PrefillConfig) or pool.parallel.cp == 1:
         return [None]
@@ -98,7 +98,7 @@ def cp_exchanges(config: DeployConfig, pool: Pool, model: ModelFacts, num_tokens
     copies = head_copies((group.num_heads for group in groups), tp)
     is_ring = pool.ownership is KvOwnership.SHARDED
     return [
-        CpExchange(
+        KvExchange(
             cp=cp,
             num_tokens=num_tokens,
             chunk_tokens=pool.chunk_tokens,

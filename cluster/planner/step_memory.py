@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from cluster.planner.exchange_memory import KEY_NUMBER_BYTES, CpExchange, FormBytes, cp_exchanges, staging_bytes
+from cluster.planner.exchange_memory import KEY_NUMBER_BYTES, FormBytes, KvExchange, cp_exchanges, staging_bytes
 from cluster.planner.model import ModelFacts
 from cluster.spec.config import AnyParallel, DecodeConfig, DeployConfig, Device, Pool
 from cluster.spec.decode_graphs import batch_sizes, captures_decode
@@ -35,7 +35,7 @@ def step_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
 
 
 def _step_bytes(
-    config: DeployConfig, pool: Pool, model: ModelFacts, num_tokens: int, exchange: CpExchange | None
+    config: DeployConfig, pool: Pool, model: ModelFacts, num_tokens: int, exchange: KvExchange | None
 ) -> float:
     decoder, itemsize = model.config, DTYPE_BYTES[model.dtype]
     of_layer = max(_layer_bytes(config, pool, model, cost, num_tokens, exchange) for cost in decoder.layer_costs)
@@ -62,7 +62,7 @@ def _layer_bytes(
     model: ModelFacts,
     cost: LayerCost,
     num_tokens: int,
-    exchange: CpExchange | None,
+    exchange: KvExchange | None,
 ) -> float:
     """Return the bytes of hidden states, their norm, and the widest of a layer's other activations."""
     hidden, tp, itemsize = model.config.hidden_size, pool.parallel.tp, DTYPE_BYTES[model.dtype]

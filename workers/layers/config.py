@@ -25,7 +25,7 @@ class MlpConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
+class ExpertRouterConfig:
     """Choice of a token's experts. The default is top-k of a softmax, computed in the model's dtype."""
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -62,7 +62,7 @@ class MoeConfig:
     """Width of the expert that all tokens share. 0 if there is none."""
     has_shared_gate: bool = True
     """True to scale the shared expert's output by a sigmoid gate."""
-    router: RouterConfig = RouterConfig()
+    router: ExpertRouterConfig = ExpertRouterConfig()
 
     @property
     def dense_size(self) -> int:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from workers.device import device_of
 from workers.expert_parallel.token_dispatcher import NO_EXPERT, RoutedTokens, make_dispatcher, order_by_expert
 from workers.kernels.elementwise import elementwise_kernels
-from workers.layers.config import FEW_CHOICES, MoeConfig, RouterConfig
+from workers.layers.config import FEW_CHOICES, ExpertRouterConfig, MoeConfig
 from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear
 from workers.layers.matmul import PackedMatrix, multiply, multiply_groups, packed
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
@@ -69,7 +69,7 @@ class ExpertRouter(ShardedLayer):
         moe = self._moe
         is_fp32 = moe.router.is_fp32
         logits = multiply(hidden.float(), self.weight.float()) if is_fp32 else multiply(hidden, self.weight)
-        if device_of(logits).has_kernels and moe.router == RouterConfig():
+        if device_of(logits).has_kernels and moe.router == ExpertRouterConfig():
             from workers.kernels.experts import choose_experts
 
             chosen = choose_experts(logits, moe.top_k, counted, sum_to_one=moe.renormalize)
@@ -92,7 +92,7 @@ class ExpertRouter(ShardedLayer):
         return weights if router.scale == 1.0 else weights * router.scale, experts
 
 
-def _in_best_groups(ranks: Tensor, router: RouterConfig) -> Tensor:
+def _in_best_groups(ranks: Tensor, router: ExpertRouterConfig) -> Tensor:
     """Replace ``ranks [tokens, experts]`` outside of each token's best groups by -inf."""
     by_group = ranks.view(len(ranks), router.num_groups, ranks.shape[1] // router.num_groups)
     of_group = by_group.topk(router.num_best, dim=-1).values.sum(dim=-1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from workers.layers.attention_config import IndexerConfig, LatentAttentionConfig
-from workers.layers.config import FeedForwardConfig, MlpConfig, MoeConfig, RouterConfig
+from workers.layers.config import ExpertRouterConfig, FeedForwardConfig, MlpConfig, MoeConfig
 from workers.models.hf_config import HfConfig, read_decoder
 from workers.models.interface import DecoderConfig, UnsupportedModelError
 
@@ -56,7 +56,7 @@ def read_v2(hf: HfConfig) -> DecoderConfig:
     hf.one_of("mlp_bias", False, None)
     num_groups, top_groups = (1, 1) if method == "greedy" else (hf.positive("n_group"), hf.positive("topk_group"))
     scale = hf.number("routed_scaling_factor")
-    router = RouterConfig(is_fp32=True, num_groups=num_groups, top_groups=top_groups, scale=scale)
+    router = ExpertRouterConfig(is_fp32=True, num_groups=num_groups, top_groups=top_groups, scale=scale)
     return _read(hf, router, renormalize=False, is_interleaved=True)
 
 
@@ -99,10 +99,10 @@ def read_indexed(
     return replace(config, attention=replace(config.attention, indexer=indexer), shares_selection=shares)
 
 
-def _v3_router(hf: HfConfig) -> RouterConfig:
+def _v3_router(hf: HfConfig) -> ExpertRouterConfig:
     hf.one_of("topk_method", "noaux_tc", None)
     hf.one_of("scoring_func", "sigmoid", None)
-    return RouterConfig(
+    return ExpertRouterConfig(
         scores="sigmoid",
         is_fp32=True,
         has_bias=True,
@@ -115,7 +115,7 @@ def _v3_router(hf: HfConfig) -> RouterConfig:
 
 def _read(
     hf: HfConfig,
-    router: RouterConfig,
+    router: ExpertRouterConfig,
     *,
     renormalize: bool,
     is_interleaved: bool,
@@ -156,7 +156,7 @@ def _read_attention(hf: HfConfig, *, is_interleaved: bool) -> LatentAttentionCon
     )
 
 
-def _read_experts(hf: HfConfig, router: RouterConfig, *, renormalize: bool) -> MoeConfig:
+def _read_experts(hf: HfConfig, router: ExpertRouterConfig, *, renormalize: bool) -> MoeConfig:
     num_experts, top_k = hf.positive("n_routed_experts"), hf.positive("num_experts_per_tok")
     group_size, rest = divmod(num_experts, router.num_groups)
     if rest or group_size < router.num_best:

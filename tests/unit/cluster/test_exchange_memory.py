@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.planner.exchange_memory import CpExchange, FormBytes, staging_bytes
+from cluster.planner.exchange_memory import FormBytes, KvExchange, staging_bytes
 from cluster.spec.config import DeployConfig
 from cluster.spec.strategy import Passing
 
 T, N, L, CP = 100, 400, 10_000, 4
 ROW, QUERY, RESULT, PARTIAL, INDEX = 8, 32, 30, 60, 5
-GATHER = CpExchange(
+GATHER = KvExchange(
     cp=CP,
     num_tokens=T,
     chunk_tokens=N,
