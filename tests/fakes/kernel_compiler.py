@@ -79,8 +79,9 @@ def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Comp
         signature[param.name] = _type_of(value)
         parts = enumerate(value) if isinstance(value, tuple) else [(None, value)]
         for at, part in parts:
-            is_aligned = isinstance(part, torch.Tensor) and not param.do_not_specialize_on_alignment
-            if is_aligned or (isinstance(part, int) and part % 16 == 0 and is_specialized):
+            is_aligned = isinstance(part, torch.Tensor) and part.data_ptr() % 16 == 0
+            is_multiple = isinstance(part, int) and part % 16 == 0 and is_specialized
+            if is_multiple or (is_aligned and not param.do_not_specialize_on_alignment):
                 attributes[(index,) if at is None else (index, at)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     result = triton.compile(source, target=H200, options=options)

@@ -171,6 +171,14 @@ def _experts() -> object:
     return sum_choices(answers, few.rows, torch.zeros(20, 8))
 
 
+def _choices_any() -> object:
+    """Sum the choices of several tokens, and of one whose weights come after its experts in a row."""
+    rows, answers = torch.zeros(4, 6, dtype=torch.int32), _bf16(24, 2048)
+    for weights in (torch.zeros(4, 6), torch.zeros(1, 12)[:, 6:]):
+        launched = sum_choices(answers, rows[: len(weights)], weights)
+    return launched
+
+
 def _fp8(*shape: int, width: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     return torch.zeros(shape, dtype=torch.float8_e4m3fn), torch.zeros(*shape[:-1], -(-shape[-1] // width)), width
 
@@ -254,6 +262,7 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "gate of experts": lambda: swiglu(torch.empty(MANY, 2 * 768, dtype=torch.bfloat16)),
     "copy of a pool": _copy_most,
     "experts": _experts,
+    "sums of any choices": _choices_any,
     "FP8 products": _fp8_products,
     "FP8 products of any length": _fp8_products_any,
     "FP8 experts": _fp8_experts,

@@ -232,7 +232,8 @@ def _local(experts, begin, first, num_choices, num_local, BLOCK: tl.constexpr):
 def sum_choices(answers: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     """Compute ``out[t] = sum_i weights[t, i] * answers[rows[t, i]]``, skipping negative ``rows [tokens, k]``.
 
-    ``answers [rows, cols]`` and ``weights [tokens, k]`` fp32 are contiguous. Sums are fp32 and rounded once.
+    ``answers [rows, cols]`` and ``weights [tokens, k]`` fp32 are contiguous. Sums are fp32 and rounded once. Weights of
+    a single token from another rank can begin anywhere in the row that was received.
     """
     assert rows.shape == weights.shape, f"rows have shape {rows.shape}, weights {weights.shape}"
     assert all(tensor.is_contiguous() for tensor in (answers, rows, weights)), "not all tensors are contiguous"
@@ -245,7 +246,7 @@ def sum_choices(answers: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weights"])
 def _sum_choices_kernel(answers, rows, weights, out, num_chosen, num_cols, BLOCK_COLS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)

@@ -22,7 +22,13 @@ ORDINARY = {
     "decode of one head",
     "decode of narrow heads",
 }
-ANY_SIZE = {"merges of any length", "draws of any number", "FP8 products of any length", "selections of any size"}
+ANY_SIZE = {
+    "merges of any length",
+    "draws of any number",
+    "FP8 products of any length",
+    "selections of any size",
+    "sums of any choices",
+}
 USUAL = ORDINARY | ANY_SIZE
 """Kernels compiled in one process, which most tests share."""
 MOST_SPILLED_BYTES = {
