@@ -32,9 +32,9 @@ SAMPLINGS = [
     Sampling(temperature=0.7, top_k=9, repetition_penalty=1.2, logit_bias={3: 1.0}, num_logprobs=3),
 ]
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {},
+    "qwen3_moe": {"num_hidden_layers": 1, "num_experts": 4},
     "deepseek_v3": {"num_hidden_layers": 2},
-    "glm_moe_dsa": {"num_hidden_layers": 2, "indexer_types": ["full", "shared"]},
+    "glm_moe_dsa": {"num_hidden_layers": 2, "indexer_types": ["full", "shared"], "max_position_embeddings": 64},
 }
 
 
