@@ -1,5 +1,5 @@
-// Products of rows with a weight in bf16. A few rows take as long as reading the weight. The source file defines Element,
-// the type of all numbers, and EXPORT. Only for CPUs with AVX512-BF16.
+// Products of rows with a weight in bf16. A few rows take as long as reading the weight. The source file defines
+// Element, the type of all numbers, and EXPORT. Only for CPUs with AVX512-BF16.
 
 #pragma once
 
@@ -56,6 +56,19 @@ Outputs outputs_from(int64_t first, const Element* weight, int64_t num_outputs, 
   return {block, first + width < num_outputs ? block + block_stride : block, 2 * width};
 }
 
+// Compute the sums of up to kRowsTogether rows.
+void sum_products(const Element* x, int64_t stride, const Outputs& weight, int64_t num_rows, int64_t num_inputs,
+                  float* sums) {
+  const int64_t num_groups = round_up(num_rows, kMostTogether) / kMostTogether;
+  std::fill(sums, sums + num_rows * kOutputs, 0.0f);
+  for (int64_t i = 0; i < num_inputs; i += kDepth)
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const int64_t row = num_rows * group / num_groups, next = num_rows * (group + 1) / num_groups;
+      kAddProducts[next - row - 1](x + row * stride, stride, weight, i, std::min(kDepth, num_inputs - i),
+                                   sums + row * kOutputs);
+    }
+}
+
 // Round the sums of the first n outputs, at most kOutputs, after adding a bias unless it is null.
 void store_sums(const float* sums, const Element* bias, int64_t n, Element* out) {
   for (int64_t v = 0; v < kOutputs && v < n; v += kLanes) {
@@ -78,16 +91,9 @@ extern "C" void EXPORT(linear)(const Element* x, const Element* weight, const El
   float sums[kRowsTogether * kOutputs];
   for (; num_rows > 0; num_rows -= kRowsTogether, x += kRowsTogether * x_stride, out += kRowsTogether * num_outputs) {
     const int64_t num_together = std::min(num_rows, kRowsTogether);
-    const int64_t num_groups = round_up(num_together, kMostTogether) / kMostTogether;
     for (int64_t first = begin * kOutputs; first < end * kOutputs; first += kOutputs) {
       const Outputs weights = outputs_from(first, weight, num_outputs, width, block_stride);
-      std::fill(sums, sums + num_together * kOutputs, 0.0f);
-      for (int64_t i = 0; i < num_inputs; i += kDepth)
-        for (int64_t group = 0; group < num_groups; ++group) {
-          const int64_t row = num_together * group / num_groups, next = num_together * (group + 1) / num_groups;
-          kAddProducts[next - row - 1](x + row * x_stride, x_stride, weights, i, std::min(kDepth, num_inputs - i),
-                                       sums + row * kOutputs);
-        }
+      sum_products(x, x_stride, weights, num_together, num_inputs, sums);
       for (int64_t row = 0; row < num_together; ++row)
         store_sums(sums + row * kOutputs, bias ? bias + first : nullptr, num_outputs - first,
                    out + row * num_outputs + first);
