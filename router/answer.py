@@ -65,6 +65,8 @@ class Answer:
         self._stop_early = stop_early
         self._leave = leave
         self._backlog = backlog or Backlog()
+        self.choice_ids: list[ChoiceId] = []
+        """Ids of the requests that have been opened so far."""
         self.submits: dict[ChoiceId, Submit] = {}
         """Message that started each choice's current attempt."""
         self.is_left = False
@@ -88,10 +90,6 @@ class Answer:
         self._unread: dict[int, OutputBatch] = {}
         self._failure: FailRequest | None = None
         self._reader: asyncio.Future[None] | None = None
-
-    @property
-    def choice_ids(self) -> list[ChoiceId]:
-        return [request.choice_id for request in self.requests]
 
     @property
     def prefills(self) -> str:

@@ -151,6 +151,7 @@ class Relay:
             shared = first if request.shares_prompt else None
             choice_id, actions = self._requests.open(request, deadline_s, self._clock.now_s(), shared)
             first = choice_id if shared is None else first
+            answer.choice_ids.append(choice_id)
             self._choices[choice_id] = OpenChoice(answer, index, self._metrics_of(request))
             self._perform(actions)
         self._wake_at(deadline_s)

@@ -163,6 +163,7 @@ def test_short_prompts(tmp_path: Path, family: str, sizes: dict[str, Any], step:
         ("deepseek_v3", WIDE, SHORT_PASS_Q._replace(dtype=torch.bfloat16)),
         ("deepseek_v3", WIDE, SHORT_PASS_Q),
         ("deepseek_v32", WIDE, SHORT_PASS_Q._replace(prefix_len=448)),
+        ("deepseek_v32", WIDE, SHORT_PASS_Q._replace(prefix_len=448, dtype=torch.bfloat16)),
         ("deepseek_v32", WIDE, SHORT_EXTENDS._replace(prefix_len=448, cp=2, dtype=torch.bfloat16)),
         ("deepseek_v32", WIDE, Step(256, 256, 32, torch.bfloat16)),
         ("deepseek_v32", WIDE, Step(dtype=torch.bfloat16, prefix_len=CHUNK, tp=2)),
