@@ -107,7 +107,7 @@ class AttentionContext(Protocol):
 
 
 def take(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x[rows]
+    return x if rows is None else x.index_select(0, rows)
 
 
 class Attention(nn.Module):

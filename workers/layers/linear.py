@@ -42,8 +42,8 @@ class FusedLinear(LinearLayer):
         super().__init__(out_size, in_size)
         self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
         self._in_size, self._outputs = in_size, dict(outputs)
-        self._parts: dict[tuple[int | None, int | None], Matrix] = {}
-        """Packed weights by slice of the outputs."""
+        self._parts: dict[tuple[int | None, int | None], PackedMatrix] = {}
+        """Parts of a packed weight by slice of the outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x, self.weight, self.bias)
@@ -54,7 +54,7 @@ class FusedLinear(LinearLayer):
             return multiply(x, weight[outputs], bias)
         bounds = outputs.start, outputs.stop
         if bounds not in self._parts:
-            self._parts[bounds] = packed(weight.rows(outputs))
+            self._parts[bounds] = weight.part(outputs)
         return multiply(x, self._parts[bounds], bias)
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:

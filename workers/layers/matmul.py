@@ -1,8 +1,9 @@
 """Products with weights: plain ones, packed ones on CPUs with bf16 instructions, and ones in FP8."""
 
 import ctypes
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,11 @@ class NativeProducts(NamedTuple):
     library: Library
     most_rows: int
 
+    @property
+    def takes_all(self) -> bool:
+        """Return whether native code multiplies any number of rows."""
+        return self.most_rows == sys.maxsize
+
 
 @dataclass(slots=True)
 class PackedMatrix:
@@ -36,6 +42,7 @@ class PackedMatrix:
 
     matrix: Tensor
     address: int
+    num_outputs: int
     blocks: Blocks | None
     """Layout of the elements. None if it is another one."""
     native: NativeProducts | None = None
@@ -43,11 +50,23 @@ class PackedMatrix:
 
     @property
     def shape(self) -> torch.Size:
-        return self.matrix.shape
+        return torch.Size((self.num_outputs, self.matrix.shape[1]))
 
     def rows(self, outputs: slice) -> Tensor:
         """Return a plain copy of some outputs' rows."""
         return self.matrix.to_dense()[outputs]
+
+    def part(self, outputs: slice) -> "PackedMatrix":
+        """Return some outputs' rows, without a copy if native code multiplies any number of rows by them."""
+        begin, end, _ = outputs.indices(self.num_outputs)
+        if self.native is not None and self.native.takes_all and self.blocks is not None:
+            block, rest = divmod(begin, self.blocks.width)
+            if not rest:
+                address = self.address + block * self.blocks.stride * self.matrix.itemsize
+                return replace(self, address=address, num_outputs=end - begin)
+        part = _pack(self.rows(outputs))
+        part.native = self.native if part.blocks is not None else None
+        return part
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.native is not None and x.shape[0] <= self.native.most_rows:
@@ -57,7 +76,7 @@ class PackedMatrix:
     def multiply_natively(self, library: Library, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply with native code, which must know the layout."""
         assert self.blocks is not None, "the layout is another one"
-        return library.linear(x, self.address, self.matrix.shape[0], self.blocks, bias)
+        return library.linear(x, self.address, self.num_outputs, self.blocks, bias)
 
     def multiply_with_onednn(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply with oneDNN, which prepares code for each new number of rows."""
@@ -113,10 +132,14 @@ def packed(weight: Tensor) -> Tensor | PackedMatrix:
     weight = weight.detach()
     if weight.dtype != torch.bfloat16 or not device_of(weight).packs_bf16:
         return weight
+    return _pack(weight)
+
+
+def _pack(weight: Tensor) -> PackedMatrix:
     matrix = torch.ops.mkldnn._reorder_linear_weight(weight)
     address, size = torch.ops.mkldnn.data_ptr(matrix), torch.ops.mkldnn._nbytes(matrix) // weight.itemsize
     memory = torch.frombuffer((ctypes.c_int16 * size).from_address(address), dtype=torch.bfloat16)
-    return PackedMatrix(matrix, address, _find_blocks(memory, weight))
+    return PackedMatrix(matrix, address, len(weight), _find_blocks(memory, weight))
 
 
 def _find_blocks(memory: Tensor, weight: Tensor) -> Blocks | None:

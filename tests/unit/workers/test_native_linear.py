@@ -92,6 +92,25 @@ def test_products(
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=num_pairs * 1e-6)
 
 
+@pytest.mark.parametrize("width", BLOCK_WIDTHS)
+@pytest.mark.parametrize("most_rows", [4, sys.maxsize])
+@pytest.mark.parametrize("outputs", [slice(128), slice(128, None), slice(70), slice(70, None)])
+def test_parts_need_no_memory_if_native_code_multiplies_all_rows(
+    library: Library, outputs: slice, most_rows: int, width: int
+) -> None:
+    weight, x, bias = draw(1, 200, 40), draw(2, 9, 40), draw(3, 200)
+    matrix, memory = pack(weight), in_blocks(weight, width, 40)
+    matrix.address, matrix.blocks = memory.data_ptr(), _find_blocks(memory, weight)
+    matrix.native = NativeProducts(library, most_rows)
+    part = matrix.part(outputs)
+    starts_block = (outputs.start or 0) % width == 0
+    assert (part.matrix is matrix.matrix) == (most_rows == sys.maxsize and starts_block)
+    for rows in (x[:3], x):
+        expected = functional.linear(rows, weight, bias)[:, outputs]
+        torch.testing.assert_close(part.multiply(rows, bias[outputs]), expected)
+    assert part.native is matrix.native
+
+
 @pytest.mark.parametrize("counts", [[0, 0], [3, 0, 1], [130, 2, 9]])
 def test_groups_of_rows_have_weights_of_their_own(library: Library, counts: list[int]) -> None:
     matrices, x = [pack(draw(seed, 100, 40)) for seed in range(len(counts))], draw(7, sum(counts), 41)[:, 1:]
