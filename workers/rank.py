@@ -32,7 +32,7 @@ from workers.memory.peer_memory import PeerMemory, open_peer_memory
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
-from workers.parallel.groups import ReplicaStore, leave_store
+from workers.parallel.store import ReplicaStore, leave_store
 from workers.trace.step_recorder import StepRecorder
 
 _log = logging.getLogger(__name__)

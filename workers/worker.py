@@ -35,7 +35,7 @@ from workers.hicache.tier_worker import TierWorker
 from workers.loop.leader_link import LeaderLink, LocalLink, RemoteLink
 from workers.loop.rank_steps import RankSteps
 from workers.loop.watch import BETWEEN_STEPS, LoopProgress
-from workers.parallel.groups import ReplicaStore, join_store, open_store
+from workers.parallel.store import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
 
 PAUSE_S = 1e-4

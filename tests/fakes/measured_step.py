@@ -25,7 +25,7 @@ from workers.kernels import elementwise
 from workers.memory.page_pool import PagePool
 from workers.models.registry import read_model_config
 from workers.native.library import Library
-from workers.parallel.groups import join_store, open_store
+from workers.parallel.store import join_store, open_store
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameter numbers of mallopt(3)."""

@@ -24,8 +24,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from cluster.spec.errors import PeerLostError
 from workers.parallel.communicator import Communicator
-from workers.parallel.groups import join_group, join_store, open_store
+from workers.parallel.groups import join_group
 from workers.parallel.shared_memory import SharedMemoryCollectives
+from workers.parallel.store import join_store, open_store
 from workers.parallel.torch_groups import GlooBackend
 
 pytestmark = pytest.mark.integration

@@ -18,7 +18,8 @@ from cluster.spec.errors import PeerLostError
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, StepResult, check_scenario
 from workers.parallel.communicator import Communicator
-from workers.parallel.groups import join_group, join_store, open_store
+from workers.parallel.groups import join_group
+from workers.parallel.store import join_store, open_store
 from workers.parallel.torch_groups import GlooBackend
 
 pytestmark = pytest.mark.integration

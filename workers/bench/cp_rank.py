@@ -28,8 +28,9 @@ from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.parallel.communicator import Communicator
-from workers.parallel.groups import ReplicaStore, join_group, join_store, open_store
+from workers.parallel.groups import join_group
 from workers.parallel.model_groups import ModelGroups
+from workers.parallel.store import ReplicaStore, join_store, open_store
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 600.0

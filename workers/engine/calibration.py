@@ -23,7 +23,7 @@ from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel, Residual
 from workers.models.interface import LayerCost
 from workers.parallel.communicator import Communicator
-from workers.parallel.groups import ReplicaStore, exchange_at_start
+from workers.parallel.store import ReplicaStore, exchange_at_start
 
 _REPEATS = 5
 _SHORT_RUNS = 8

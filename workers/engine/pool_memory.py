@@ -16,7 +16,7 @@ from workers.engine.runner import ModelRunner
 from workers.layers.attention_config import LatentAttentionConfig
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
-from workers.parallel.groups import ReplicaStore, exchange_at_start
+from workers.parallel.store import ReplicaStore, exchange_at_start
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,9 @@ from cluster.spec.worker_spec import WorkerSpec
 from workers.device import Device
 from workers.models.interface import DecoderConfig
 from workers.parallel.communicator import Communicator
-from workers.parallel.groups import ReplicaStore, exchange_at_start, join_group
+from workers.parallel.groups import join_group
 from workers.parallel.model_groups import ModelGroups, Pipeline
+from workers.parallel.store import ReplicaStore, exchange_at_start
 
 COLLECTIVE_TIMEOUT_S = 3600.0
 """Timeout of collectives once a group is ready. On a CPU, a dead peer is noticed immediately, so the timeout only

@@ -17,7 +17,7 @@ from cluster.spec.registry import RankRecord, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import CancelSend, Destination, ForgetPeer, SendReport, StepPlan
 from cluster.spec.transfer_messages import Refused, Revoke, SendState, Ticket
-from transfer.page_assignment import geometry_refusal, refusal, ticket_refusal
+from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 from workers.scheduler.leader import DpLeader
 from workers.scheduler.prefill_request import (
     MOVES,

@@ -7,7 +7,7 @@ from cluster.spec.kv import key_value_group
 from cluster.spec.registry import Endpoint, KvOwnership, RankRecord, TransferMode
 from tests.fakes.rank_records import make_record, sizes
 from tests.unit.transfer.samples import geometry, pool, ticket
-from transfer.page_assignment import geometry_refusal, refusal, ticket_refusal
+from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 
 
 def _record(name: str, *, cp: int = 1, tp: int = 1, **changes: object) -> RankRecord:

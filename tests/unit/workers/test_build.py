@@ -29,7 +29,7 @@ from tests.fakes.worker_specs import lone_worker
 from workers import rank
 from workers.build import make_leader
 from workers.context_parallel.cost_model import ModelShape, Rates
-from workers.parallel.groups import exchange
+from workers.parallel.store import exchange
 
 CP = 2
 SHAPE = ModelShape(

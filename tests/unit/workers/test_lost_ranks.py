@@ -20,7 +20,8 @@ from tests.fakes.worker_specs import worker_of
 from workers.device import CPU
 from workers.engine.rank_groups import join_groups
 from workers.parallel.communicator import Communicator
-from workers.parallel.groups import exchange_at_start, join_group, leave_store
+from workers.parallel.groups import join_group
+from workers.parallel.store import exchange_at_start, leave_store
 
 
 def test_every_rank_gets_all_values() -> None:
