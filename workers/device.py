@@ -78,7 +78,7 @@ class Device:
 
     @property
     def title(self) -> str:
-        """Return the device's name for people."""
+        """Return the device's name for display."""
         return self.name
 
     def synchronize(self) -> None:

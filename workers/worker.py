@@ -45,7 +45,7 @@ _MESSAGES_S = 0.01
 """Time for messages in a round of the loop, or half the time of the last round if that is longer. Many requests that
 arrive at once must not hold up those that run."""
 _MOST_AT_ONCE = 8
-"""Number of messages after which the time is looked at."""
+"""Number of messages handled between two looks at the clock."""
 
 
 class Worker:

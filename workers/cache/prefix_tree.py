@@ -94,7 +94,7 @@ class PrefixTree:
         return node.page if node else None
 
     def stay(self, key: bytes) -> object | None:
-        """Return an object that stays the same until the page is evicted."""
+        """Return the identity of a cached page, which changes when the page is evicted."""
         return self._by_key.get(key)
 
     def index_of(self, key: bytes) -> int:

@@ -10,6 +10,7 @@ from workers.attention.merge import Partial
 from workers.context_parallel.shard_plan import ShardPlan
 from workers.device import device_of
 from workers.parallel.communicator import Communicator, Pending
+from workers.parallel.exchanges import gather_rows
 
 
 class PendingGather:
@@ -139,21 +140,12 @@ class HomewardPartials:
             yield _unpacked(packed)
 
 
-def gather_rows(group: Communicator, rows: Tensor, padded_len: int) -> Tensor:
-    """Gather every rank's ``rows [n, ...]``, zero-padded to ``padded_len``, as ``[size * padded_len, ...]``."""
-    send = rows.new_zeros((padded_len, *rows.shape[1:]))
-    send[: len(rows)] = rows
-    out = rows.new_empty((group.size * padded_len, *rows.shape[1:]))
-    group.all_gather(out, send)
-    return out
-
-
 def join_rows(group: Communicator, plan: ShardPlan, rows: Tensor) -> Tensor:
     """Return every rank's local ``rows [tokens, ...]`` as ``[num_tokens, ...]`` in the order of the flattened batch."""
     if plan.is_replicated:
         return rows
     gathered = gather_rows(group, rows, plan.padded_len)
-    return gathered[device_of(rows).put(torch.from_numpy(plan.inverse))]
+    return gathered.index_select(0, device_of(rows).put(torch.from_numpy(plan.inverse)))
 
 
 class _RowBuffer:

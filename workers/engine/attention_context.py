@@ -21,6 +21,5 @@ def make_context(batch: StepBatch, pool: PagePool, backend: AttentionBackend, ex
     if batch.is_sharded:
         kind = PassQContext if batch.shape.passing is Passing.PASS_Q else PassKvContext
     else:
-        is_hidden = exchange.group.in_background and not batch.shards.is_replicated
-        kind = OverlappedContext if is_hidden else PagedContext
+        kind = OverlappedContext if exchange.overlaps(batch) else PagedContext
     return kind(batch, pool, backend, exchange)

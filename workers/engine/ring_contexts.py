@@ -16,7 +16,7 @@ from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial, empty_partial, merge_in_turn
 from workers.attention.runs import RankRuns, Run
 from workers.attention.selection import NO_KEY, Chosen, IndexQueries, are_among_best
-from workers.context_parallel.exchange import HomewardPartials, gather_rows
+from workers.context_parallel.exchange import HomewardPartials
 from workers.context_parallel.shard_plan import whole_runs
 from workers.device import device_of
 from workers.engine.batch import StepBatch
@@ -27,6 +27,7 @@ from workers.engine.step_keys import PrefixKeys, read_prefixes
 from workers.layers.attention import AttentionWork, Expand
 from workers.memory.page_pool import PagePool
 from workers.parallel.communicator import Communicator
+from workers.parallel.exchanges import gather_rows
 
 
 class OwnedRows:
@@ -157,7 +158,7 @@ class PassQContext(StepContext):
         self._wait_for_rows()
         homeward = None
         if queries is not None:
-            found = self._of_prefix(queries.wait()[self._inverse], layer, params, expand)
+            found = self._of_prefix(queries.wait().index_select(0, self._inverse), layer, params, expand)
             homeward = HomewardPartials(self.exchange.group, found, self._homes)
             del found
         self._own_stored.store(layer, self._gathered.of_rank(self.batch.cp_rank))
@@ -194,12 +195,12 @@ class PassQContext(StepContext):
         parts = self.pool.layer_view(layer)
         every_index = None
         if of_index is not None:
-            rows = of_index.wait()[self._inverse]
+            rows = of_index.wait().index_select(0, self._inverse)
             every_index = IndexQueries(rows[..., :-1], rows[..., -1])
             del rows
         selected = self.selected(self._selectable, every_index, parts[-1], top_k)
         del every_index
-        found = self._selectable.attend(queries.wait()[self._inverse], parts[0], selected, params)
+        found = self._selectable.attend(queries.wait().index_select(0, self._inverse), parts[0], selected, params)
         homeward = HomewardPartials(exchange.group, found, self._homes)
         del found
         yield from homeward.wait()

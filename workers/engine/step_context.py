@@ -11,7 +11,7 @@ from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial, merge_in_turn, with_sinks
 from workers.attention.runs import Run, sees_any
 from workers.attention.selection import IndexQueries
-from workers.context_parallel.exchange import Ring, RowGather, gather_rows
+from workers.context_parallel.exchange import Ring, RowGather
 from workers.device import device_of
 from workers.engine.batch import StepBatch
 from workers.engine.selected_keys import SelectableKeys
@@ -19,6 +19,7 @@ from workers.engine.step_keys import PrefixKeys, RowKeys
 from workers.layers.attention import AttentionContext, AttentionWork, Expand
 from workers.memory.page_pool import PagePool
 from workers.parallel.communicator import Communicator
+from workers.parallel.exchanges import gather_rows
 
 
 class CpExchange:
@@ -30,6 +31,10 @@ class CpExchange:
         self.query_gather = RowGather(group)
         self.index_gather = RowGather(group)
         self.ring = Ring(group)
+
+    def overlaps(self, batch: StepBatch) -> bool:
+        """Return whether new rows travel while other work of the step runs."""
+        return self.group.in_background and not batch.shards.is_replicated
 
 
 class StepContext(AttentionContext, ABC):
@@ -45,8 +50,7 @@ class StepContext(AttentionContext, ABC):
         self.lens, self.last_layer_lens = (
             lens if len(lens) > 1 else None for lens in (shape.shard_lens, shape.last_layer_lens)
         )
-        is_hidden = exchange.group.in_background and not batch.shards.is_replicated
-        self.kv_first = is_hidden or batch.query_rows is not None
+        self.kv_first = exchange.overlaps(batch) or batch.query_rows is not None
         self.selection: Tensor | None = None
         """Keys that the latest layer with an indexer has selected, int32 ``[num_selecting, top_k]``."""
 

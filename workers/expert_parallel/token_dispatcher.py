@@ -10,7 +10,7 @@ from cluster.spec.strategy import MoeDispatch
 from workers.device import device_of
 from workers.expert_parallel.dispatch_cost import BlockShape, choose_dispatch
 from workers.parallel.communicator import Communicator
-from workers.parallel.exchanges import Lens, TokenExchange, all_to_all, exchange_counts
+from workers.parallel.exchanges import Lens, TokenExchange, all_to_all, exchange_counts, gather_rows
 from workers.parallel.model_groups import ModelGroups
 
 NO_EXPERT = -1
@@ -99,11 +99,7 @@ class AllToAllDispatcher:
         padded_len = -(-len(tokens.hidden) // alike.size)
         mine = slice(alike.rank * padded_len, (alike.rank + 1) * padded_len)
         own = self._compute_remotely(RoutedTokens(*(part[mine] for part in tokens)), compute)
-        send = own.new_zeros(padded_len, own.shape[1])
-        send[: len(own)] = own
-        out = own.new_empty(alike.size * padded_len, own.shape[1])
-        alike.all_gather(out, send)
-        return out[: len(tokens.hidden)]
+        return gather_rows(alike, own, padded_len)[: len(tokens.hidden)]
 
     def _compute_remotely(self, tokens: RoutedTokens, compute: Compute) -> Tensor:
         """Send this rank's tokens to their experts and return the sums of the outputs."""

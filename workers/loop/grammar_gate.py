@@ -8,8 +8,7 @@ from cluster.spec.messages import Submit
 from workers.scheduler.replica_leader import ReplicaLeader
 
 _MOST_HELD_S = 4.0
-"""Maximum time that it took to compile the grammars of open requests, over a thousand simple ones. They have about 400
-MiB."""
+"""Maximum compile time of all open requests' grammars: over a thousand simple ones, which take about 400 MiB."""
 
 
 class GrammarGate:

@@ -8,6 +8,15 @@ from torch import Tensor
 from workers.parallel.communicator import Communicator
 
 
+def gather_rows(group: Communicator, rows: Tensor, padded_len: int) -> Tensor:
+    """Gather every rank's ``rows [n, ...]``, zero-padded to ``padded_len``, as ``[size * padded_len, ...]``."""
+    send = rows.new_zeros((padded_len, *rows.shape[1:]))
+    send[: len(rows)] = rows
+    out = rows.new_empty((group.size * padded_len, *rows.shape[1:]))
+    group.all_gather(out, send)
+    return out
+
+
 def gather_exact(group: Communicator, rows: Tensor, lens: Sequence[int]) -> Tensor:
     """Return every rank's ``rows [lens[rank], ...]``, concatenated without padding."""
     out = rows.new_empty((sum(lens), *rows.shape[1:]))

@@ -71,7 +71,7 @@ class Budget:
         """Number of tokens by scheduled request, in the order of the requests' first grants."""
 
     def shorten(self, share: float) -> None:
-        """Make a share of a full step of it, before anything is granted but streams."""
+        """Shorten the step to a share of a full one. Only streams may have been granted before."""
         self._num_left = ceil(self._num_left * share)
         self._time, self._time_left = share, self._time_left * share
 

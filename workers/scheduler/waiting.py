@@ -142,7 +142,7 @@ class Waiting(Generic[W]):
         self._num_overtaken_pages += num_pages
 
     def _turn_key(self, tenant: str) -> tuple[float, int]:
-        """Return the key of which the tenant with the least has the next turn."""
+        """Return a tenant's sort key. The tenant with the smallest has the next turn."""
         return self._held.used(tenant), _arrival(self._lines[tenant].by_arrival[0])
 
     def _reset(self) -> None:
