@@ -5,7 +5,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from cluster.spec.clock import LEASE_S
-from cluster.spec.config import AnyParallel, DeployConfig, PrefillConfig, TransferBackendName, TransferProtocol
+from cluster.spec.config import (
+    AnyParallel,
+    AttentionSetting,
+    DeployConfig,
+    PrefillConfig,
+    TransferBackendName,
+    TransferProtocol,
+)
 from cluster.spec.errors import Problem
 from cluster.spec.hicache_config import StorageBackendName, WritePolicy
 from cluster.spec.ranks import axis_problems
@@ -14,6 +21,8 @@ from cluster.spec.strategy import CpMode, PassingSetting, ShardLinear
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 _LAST_PORT = 65535
+_FLASH_ATTN_PAGE = 256
+"""Number that divides every page size of the flash_attn package's kernels."""
 
 
 Find = Callable[[DeployConfig], Iterable[Problem]]
@@ -98,6 +107,14 @@ def _protocol(config: DeployConfig) -> Iterator[Problem]:
     if backend is not TransferBackendName.MOONCAKE and protocol is not TransferProtocol.TCP:
         allowed = "tcp; rdma needs backend mooncake"
         yield Problem("transfer.protocol", f"got {protocol} with transfer.backend = {backend}; allowed: {allowed}")
+
+
+@_check("pages have a size that the attention backend reads", "resources.attention", "kv.page_size")
+def _flash_attn_pages(config: DeployConfig) -> Iterator[Problem]:
+    page_size = config.kv.page_size
+    if config.resources.attention is AttentionSetting.FLASH_ATTN and page_size % _FLASH_ATTN_PAGE:
+        allowed = f"multiples of {_FLASH_ATTN_PAGE}"
+        yield Problem("kv.page_size", f"got {page_size} with resources.attention = flash_attn; allowed: {allowed}")
 
 
 @_check("resources.silence_s is longer than a lease", "resources.silence_s")

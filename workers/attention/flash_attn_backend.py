@@ -16,14 +16,12 @@ from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.selection import TritonSelection
 from workers.device import device_of
 
-PAGE_MULTIPLE = 256
-"""Number that divides every page size supported by the package's kernels."""
-
 
 class FlashAttention(TritonSelection):
     """Attention in bf16 over pages, for runs of adjacent positions and for keys that every query sees.
 
-    The Triton backend handles rows, windows, and values whose width differs from the keys'.
+    Page sizes are multiples of 256. The Triton backend handles rows, windows, and values whose width differs from the
+    keys'.
     """
 
     def __init__(self) -> None:
@@ -35,7 +33,7 @@ class FlashAttention(TritonSelection):
         prepare_triton = partial(self._triton.prepare, runs, page_tables, page_size, key_lens)
         num_keys = [run.last_position + 1 if key_lens is None else key_lens[run.request] for run in runs]
         is_regular = all(run.count and (run.step == 1 or key_lens is not None) for run in runs) and all(num_keys)
-        if not runs or not is_regular or page_size % PAGE_MULTIPLE:
+        if not runs or not is_regular:
             return prepare_triton()
         tables = pad_sequence([page_tables[run.request] for run in runs], batch_first=True).int()
         return _FlashStep([run.count for run in runs], num_keys, tables, prepare_triton, is_causal=key_lens is None)

@@ -99,6 +99,10 @@ BAD_FILES = {
         "prefill: {parallel: {cp: 2}, shard_linear: off}",
         ["prefill.shard_linear: got false; allowed: none, broadcast, gather"],
     ),
+    "pages that flash_attn does not read": (
+        "resources: {attention: flash_attn}",
+        ["kv.page_size: got 64 with resources.attention = flash_attn; allowed: multiples of 256"],
+    ),
     "projections on decode": (
         "decode: {shard_linear: gather}",
         ["decode.shard_linear: unknown key; allowed: "],

@@ -71,10 +71,9 @@ def backend(package: Package) -> AttentionBackend:  # noqa: ARG001 - it must be 
         (PagedCase((Run(1, 300, 1, 1), Run(0, 37, 5, 1)), page_size=256), 1),
         (PagedCase((Run(0, 3, 5, 4), Run(1, 1, 1, 1)), page_size=256, key_lens=(20, 260)), 1),
         (PagedCase((Run(0, 3, 5, 4),), page_size=256), 0),
-        (PagedCase((Run(0, 3, 5, 1),), page_size=64), 0),
         (PagedCase((Run(0, 3, 5, 1), Run(1, 0, 1, 1)), page_size=256, key_lens=(20, 0)), 0),
     ],
-    ids=["causal", "prefixes", "in steps", "small pages", "a prefix of nothing"],
+    ids=["causal", "prefixes", "in steps", "a prefix of nothing"],
 )
 def test_pages(backend: AttentionBackend, package: Package, case: PagedCase, calls: int) -> None:
     before = package.calls
