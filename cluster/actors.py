@@ -109,7 +109,7 @@ class ActorSystem(Protocol):
         """Kill processes; return whether all are confirmed dead within the timeout."""
 
 
-def describe_room(bundles: Sequence[Bundle], machines: Sequence[Machine]) -> str:
+def describe_capacity(bundles: Sequence[Bundle], machines: Sequence[Machine]) -> str:
     """Describe the resources requested and free on each machine, all in one line."""
     parts = []
     for machine in machines:

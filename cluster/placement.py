@@ -36,12 +36,12 @@ def place(
     """
     sizes = {replica: _size(config, replica) for replica in (_replicas(config) if only is None else only)}
     num_workers = sum(sizes.values())
-    room = {machine.node_id: _room(machine, config, num_workers) for machine in machines}
-    if problems := _fit_problems(config, machines, room, num_workers):
+    capacity = {machine.node_id: _capacity(machine, config, num_workers) for machine in machines}
+    if problems := _fit_problems(config, machines, capacity, num_workers):
         raise ConfigError(problems)
     if config.transfer.backend is TransferBackendName.SHARED_MEMORY:
-        room = dict([next(item for item in room.items() if item[1] >= num_workers)])
-    return _assign(config, room, sizes)
+        capacity = dict([next(item for item in capacity.items() if item[1] >= num_workers)])
+    return _assign(config, capacity, sizes)
 
 
 def demand_of(config: DeployConfig, only: Sequence[ReplicaId] | None = None) -> Demand:
@@ -68,7 +68,7 @@ def _resources(config: DeployConfig) -> tuple[float, float]:
     return resources.cpus_per_worker, resources.gpus_per_worker if resources.device is Device.CUDA else 0.0
 
 
-def _room(machine: Machine, config: DeployConfig, most: int) -> int:
+def _capacity(machine: Machine, config: DeployConfig, most: int) -> int:
     """Return the number of workers that fit on a machine, at most ``most``."""
     cpus, gpus = _resources(config)
     whole_gpus = int(machine.gpus + _ROUNDING)
@@ -82,28 +82,28 @@ def _times(free: float, wanted: float) -> int:
 
 
 def _fit_problems(
-    config: DeployConfig, machines: Sequence[Machine], room: dict[str, int], num_workers: int
+    config: DeployConfig, machines: Sequence[Machine], capacity: dict[str, int], num_workers: int
 ) -> list[Problem]:
     cpus, gpus = _resources(config)
     wanted = f"{num_workers} workers with {cpus:g} CPUs" + (f" and {gpus:g} GPU" if gpus else "") + " each"
     there = ", ".join(f"{each.address} {each.cpus:g} CPUs {each.gpus:g} GPUs" for each in machines) or "no machine"
-    if sum(room.values()) < num_workers:
-        message = f"wanted: {wanted}; capacity for {sum(room.values())} workers; free: {there}"
+    if sum(capacity.values()) < num_workers:
+        message = f"wanted: {wanted}; capacity for {sum(capacity.values())} workers; free: {there}"
         return [Problem("resources", message)]
-    if config.transfer.backend is TransferBackendName.SHARED_MEMORY and max(room.values()) < num_workers:
+    if config.transfer.backend is TransferBackendName.SHARED_MEMORY and max(capacity.values()) < num_workers:
         message = (
             f"shared_memory needs all workers on one machine; wanted: {wanted}; "
-            f"the largest machine has capacity for {max(room.values())} workers; free: {there}; "
+            f"the largest machine has capacity for {max(capacity.values())} workers; free: {there}; "
             "allowed on several machines: mooncake"
         )
         return [Problem("transfer.backend", message)]
     return []
 
 
-def _assign(config: DeployConfig, room: dict[str, int], sizes: dict[ReplicaId, int]) -> list[ReplicaPlacement]:
+def _assign(config: DeployConfig, capacity: dict[str, int], sizes: dict[ReplicaId, int]) -> list[ReplicaPlacement]:
     """Assign machines to large replicas first, so that small ones do not fragment the space they need."""
     cpus, gpus = _resources(config)
-    free = dict(room)
+    free = dict(capacity)
     used: dict[Role, list[str]] = {role: [] for role in Role}
     bundles: dict[ReplicaId, tuple[Bundle, ...]] = {}
     for replica in sorted(sizes, key=lambda replica: -sizes[replica]):

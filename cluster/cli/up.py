@@ -89,7 +89,7 @@ def _check_port(config: DeployConfig) -> None:
 
 def _run(config: DeployConfig, session: LogSession, address: str | None, worker_logs: bool) -> None:
     from cluster.cli.start import StartProgress
-    from cluster.launch.waits import Room, await_room
+    from cluster.launch.waits import Capacity, await_capacity
 
     set_up_logs(ProcessLog(process="driver", config=config.log, session=session), to_stderr=False)
     progress = StartProgress()
@@ -126,8 +126,8 @@ def _run(config: DeployConfig, session: LogSession, address: str | None, worker_
             note.update(ray_environ=system.environ, ray_dashboard=system.dashboard_url)
             _check_alone(system, config.name)
             if address:  # no machine can join a Ray cluster that we have started
-                room = Room(config=config, machines=system.machines)
-                await_room(system, room, config.resources.start_timeout_s, progress.line, signals.check)
+                capacity = Capacity(config=config, machines=system.machines)
+                await_capacity(system, capacity, config.resources.start_timeout_s, progress.line, signals.check)
             _supervise(_tools(system, progress, session, taken), config, model, note, progress, signals)
     progress.line("stopped")
 

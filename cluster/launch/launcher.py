@@ -16,7 +16,7 @@ from cluster.actors import Machine
 from cluster.launch.gang import Gang
 from cluster.launch.services import BOOTSTRAP, BootstrapProcess, RouterProcess, follow_router
 from cluster.launch.tools import Tools
-from cluster.launch.waits import LAST_WORDS_S, Deadline, Room, await_room, labelled
+from cluster.launch.waits import LAST_WORDS_S, Capacity, Deadline, await_capacity, labelled
 from cluster.placement import ReplicaPlacement, place
 from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig, TransferBackendName
@@ -164,8 +164,8 @@ class Launcher:
         """
         replicas = [ReplicaId(name) for name in names]
         if wait_s and not self._is_alone and self._config.transfer.backend is not TransferBackendName.SHARED_MEMORY:
-            room = Room(config=self._config, machines=self._usable_machines, only=replicas)
-            await_room(self._tools.system, room, wait_s, partial(self._tools.progress, "scale"), lambda: None)
+            capacity = Capacity(config=self._config, machines=self._usable_machines, only=replicas)
+            await_capacity(self._tools.system, capacity, wait_s, partial(self._tools.progress, "scale"), lambda: None)
         machines = self._usable_machines()
         self._hosts |= {m.node_id: m.address for m in machines if m.node_id not in self._hosts}
         placements = place(self._config, machines, replicas)

@@ -18,7 +18,7 @@ from cluster.spec.registry import TableSnapshot
 LAST_WORDS_S = 3.0
 """Maximum time from when peers notice that a worker has ended until that worker's own error arrives."""
 
-Answer = TypeVar("Answer")
+Returned = TypeVar("Returned")
 POLL_S = 1.0
 QUIET_HEARTBEATS = 2.5
 """Heartbeat intervals without requests after which a replica counts as drained: enough for two heartbeats."""
@@ -43,7 +43,7 @@ class Deadline:
         return BatonError(f"{what} after {self._timeout_s:g} s ({self._limit})")
 
 
-def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[Answer]:
+def gather(calls: "Mapping[str, Future[Returned]]", deadline: Deadline) -> list[Returned]:
     """Return the results of all calls in order, or raise at the first error.
 
     Args:
@@ -95,7 +95,7 @@ def labelled(who: str, error: BaseException) -> BatonError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class Capacity:
     """Capacity for replicas on machines."""
 
     config: DeployConfig
@@ -113,14 +113,14 @@ class Room:
         return demand_of(self.config, self.only)
 
 
-def await_room(
-    system: ActorSystem, room: Room, timeout_s: float, say: Callable[[str], None], check: Callable[[], None]
+def await_capacity(
+    system: ActorSystem, capacity: Capacity, timeout_s: float, say: Callable[[str], None], check: Callable[[], None]
 ) -> None:
     """Wait until replicas fit, and let the autoscaler know what they need.
 
     Args:
         system: the cluster to place the replicas on.
-        room: the capacity to wait for.
+        capacity: the capacity to wait for.
         timeout_s: maximum wait in seconds.
         say: called once with the missing resources, unless the replicas fit at once.
         check: called every second; an exception ends the wait.
@@ -130,17 +130,17 @@ def await_room(
     """
     deadline = Deadline(timeout_s)
     try:
-        room.check()
+        capacity.check()
         return
     except ConfigError as error:
         say(f"waiting at most {timeout_s:g} s for machines: {error}")
-    with system.wanting(f"{room.config.name}-room", room.demand) as is_there:
+    with system.wanting(f"{capacity.config.name}-capacity", capacity.demand) as is_there:
         while deadline.left_s() and not is_there(min(POLL_S, deadline.left_s())):
             check()
     while True:  # the resources held for the demand take a moment to become free
         check()
         try:
-            room.check()
+            capacity.check()
             return
         except ConfigError:
             if not deadline.left_s():

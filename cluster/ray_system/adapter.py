@@ -23,7 +23,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.actors import Actor, Bundle, Demand, Machine, Reservation, describe_room
+from cluster.actors import Actor, Bundle, Demand, Machine, Reservation, describe_capacity
 from cluster.processes import Guard, ProcessId, is_alive, kill_all, this_process
 from cluster.ray_system.daemons import RayDaemons
 from cluster.ray_system.environ import make_temp_dir, tool_environ
@@ -156,7 +156,8 @@ class RaySystem:
         )
         if not group.wait(timeout_s):
             remove_placement_group(group)
-            raise UserError(f"{name}: no capacity within {timeout_s:g} s; {describe_room(bundles, self.machines())}")
+            known = describe_capacity(bundles, self.machines())
+            raise UserError(f"{name}: no capacity within {timeout_s:g} s; {known}")
         return RayReservation(group=group, bundles=tuple(bundles))
 
     def release(self, reservation: Reservation) -> None:

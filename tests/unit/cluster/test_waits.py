@@ -1,12 +1,12 @@
 """Waits of the launcher: for free machines, and for replicas that drain."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from msgspec.structs import replace
 
 from cluster.actors import Machine
-from cluster.launch.waits import QUIET_HEARTBEATS, Deadline, DrainWatch, Room, await_room, send_until
+from cluster.launch.waits import QUIET_HEARTBEATS, Capacity, Deadline, DrainWatch, await_capacity, send_until
 from cluster.spec.config import DeployConfig, TransferBackendName, TransferConfig
 from cluster.spec.errors import ConfigError
 from cluster.spec.ids import Incarnation, ReplicaId
@@ -22,16 +22,20 @@ def machine(name: str, cpus: float) -> Machine:
     return Machine(node_id=name, address=name, cpus=cpus, gpus=0)
 
 
-def wait_for_room(
-    system: FakeSystem, say: Callable[[str], None], check: Callable[[], None], timeout_s: float = 60.0
+def wait_for_capacity(
+    system: FakeSystem,
+    say: Callable[[str], None],
+    check: Callable[[], None],
+    timeout_s: float = 60.0,
+    only: Sequence[ReplicaId] | None = None,
 ) -> None:
-    await_room(system, Room(config=CONFIG, machines=system.machines), timeout_s, say, check)
+    await_capacity(system, Capacity(config=CONFIG, machines=system.machines, only=only), timeout_s, say, check)
 
 
 def test_nothing_is_printed_if_resources_suffice() -> None:
     said: list[str] = []
     system = FakeSystem([machine("head", 2)])
-    wait_for_room(system, said.append, lambda: None)
+    wait_for_capacity(system, said.append, lambda: None)
     assert said == []
     assert system.log == []
 
@@ -40,7 +44,7 @@ def test_missing_machines_are_requested_and_awaited() -> None:
     said: list[str] = []
     system = FakeSystem([machine("head", 0)])
     system.joining = [machine("first", 1), machine("second", 1)]
-    wait_for_room(system, said.append, lambda: None)
+    wait_for_capacity(system, said.append, lambda: None)
     [line] = said
     assert line.startswith("waiting at most 60 s for machines: ")
     assert "wanted: 2 workers with 1 CPUs each; capacity for 0 workers; free: head 0 CPUs" in line
@@ -50,18 +54,18 @@ def test_missing_machines_are_requested_and_awaited() -> None:
 def test_only_the_replicas_in_question_are_waited_for() -> None:
     system = FakeSystem([machine("head", 1)])
     only = [ReplicaId("decode-7")]
-    await_room(system, Room(config=CONFIG, machines=system.machines, only=only), 60.0, lambda _: None, lambda: None)
+    wait_for_capacity(system, lambda _: None, lambda: None, only=only)
     assert system.log == []
     system = FakeSystem([machine("head", 0)])
     system.joining = [machine("first", 1)]
-    await_room(system, Room(config=CONFIG, machines=system.machines, only=only), 60.0, lambda _: None, lambda: None)
+    wait_for_capacity(system, lambda _: None, lambda: None, only=only)
     assert system.log == ["want 1 bundles", "want nothing"]
 
 
 def test_the_wait_ends_with_the_time_to_start_and_says_what_is_missing() -> None:
     system = FakeSystem([machine("head", 0)])
     with pytest.raises(ConfigError, match="capacity for 0 workers"):
-        wait_for_room(system, lambda _: None, lambda: None, timeout_s=0.01)
+        wait_for_capacity(system, lambda _: None, lambda: None, timeout_s=0.01)
 
 
 def test_a_signal_ends_the_wait() -> None:
@@ -71,7 +75,7 @@ def test_a_signal_ends_the_wait() -> None:
     system = FakeSystem([machine("head", 0)])
     system.joining = [machine(f"machine-{n}", 0) for n in range(9)]
     with pytest.raises(KeyboardInterrupt):
-        wait_for_room(system, lambda _: None, stop)
+        wait_for_capacity(system, lambda _: None, stop)
 
 
 D0 = ReplicaId("decode-0")
