@@ -38,7 +38,7 @@ GRACE_S = 2.0
 
 OnEnded = Callable[[str, Incarnation, BaseException], None]
 """Callback (member, incarnation, reason) for every process that ends."""
-Member = BootstrapProcess | RouterProcess | Gang
+LaunchedMember = BootstrapProcess | RouterProcess | Gang
 """One incarnation of a member. While its ``runs`` are empty, no other process knows of it."""
 
 
@@ -66,8 +66,8 @@ class Launcher:
         self._hosts = {m.node_id: LOOPBACK if self._is_alone else m.address for m in machines}
         self._home_host = self._hosts[tools.system.home.node_id]
         self._lock = threading.Lock()
-        self._running: dict[str, Member] = {}
-        self._unproven: dict[tuple[str, Incarnation], Member] = {}
+        self._running: dict[str, LaunchedMember] = {}
+        self._unproven: dict[tuple[str, Incarnation], LaunchedMember] = {}
         """Ended members whose processes may still be alive."""
         self._lost: dict[tuple[str, Incarnation], set[str]] = {}
         """Machines on which a member may still run, because Ray reports a lost machine late."""
@@ -275,11 +275,11 @@ class Launcher:
         timer.daemon = True
         timer.start()
 
-    def _keep(self, name: str, member: Member) -> None:
+    def _keep(self, name: str, member: LaunchedMember) -> None:
         with self._lock:
             self._running[name] = member
 
-    def _snapshot(self) -> list[Member]:
+    def _snapshot(self) -> list[LaunchedMember]:
         with self._lock:
             return list(self._running.values())
 
