@@ -18,8 +18,8 @@ from cluster.spec.errors import PeerUnreachableError, UserError
 from cluster.spec.ids import ReplicaId
 from cluster.spec.registry import TableSnapshot
 from cluster.supervisor.commands import (
-    Command,
     DrainCommand,
+    OperatorCommand,
     RestartCommand,
     ResumeCommand,
     ScaleCommand,
@@ -242,7 +242,7 @@ def _number(text: str) -> tuple[str, int]:
     return role, int(number)
 
 
-def _give(name: str | None, command: Command) -> None:
+def _give(name: str | None, command: OperatorCommand) -> None:
     """Print the driver's answers. Exit with code 2 if the driver refuses the command, or 1 if the command fails."""
     from cluster.cli.control import send_command
     from cluster.supervisor.events import Outcome

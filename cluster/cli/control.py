@@ -11,15 +11,15 @@ from pathlib import Path
 import msgspec
 
 from cluster.spec.errors import PeerUnreachableError
-from cluster.supervisor.commands import Command
-from cluster.supervisor.events import Answer, Outcome
+from cluster.supervisor.commands import OperatorCommand
+from cluster.supervisor.events import CommandAnswer, Outcome
 
 _MAX_LINE_BYTES = 65_536
 
-Give = Callable[[Command], Iterator[Answer]]
+Give = Callable[[OperatorCommand], Iterator[CommandAnswer]]
 
-_commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
-_answers = msgspec.json.Decoder(Answer)
+_commands: msgspec.json.Decoder[OperatorCommand] = msgspec.json.Decoder(OperatorCommand)
+_answers = msgspec.json.Decoder(CommandAnswer)
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def serve_commands(path: Path, give: Give) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def send_command(path: Path, command: Command) -> Iterator[Answer]:
+def send_command(path: Path, command: OperatorCommand) -> Iterator[CommandAnswer]:
     """Send a command to a driver and yield its answers as they arrive.
 
     Raises:
@@ -59,7 +59,7 @@ def send_command(path: Path, command: Command) -> Iterator[Answer]:
     raise PeerUnreachableError("the driver ended before the command was carried out")
 
 
-def decode_command(line: bytes) -> Command | None:
+def decode_command(line: bytes) -> OperatorCommand | None:
     try:
         return _commands.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -79,13 +79,13 @@ class _Connection(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         command = decode_command(self.rfile.readline(_MAX_LINE_BYTES))
         if command is None:
-            self._send(Answer(0, "invalid command", Outcome.REFUSED))
+            self._send(CommandAnswer(0, "invalid command", Outcome.REFUSED))
             return
         for answer in self.server.give(command):
             with suppress(OSError):  # the client has disconnected, but the command continues
                 self._send(answer)
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: CommandAnswer) -> None:
         self.wfile.write(msgspec.json.encode(answer) + b"\n")
 
 

@@ -20,10 +20,10 @@ from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.messages import Drain, Resume
 from cluster.spec.registry import TableSnapshot
 from cluster.supervisor import events
-from cluster.supervisor.commands import Command
+from cluster.supervisor.commands import OperatorCommand
 from cluster.supervisor.events import Action, Event
 from cluster.supervisor.reconcile import reconcile
-from cluster.supervisor.state import Cluster, Member, MemberState, Now, Phase
+from cluster.supervisor.state import Cluster, ClusterPhase, Member, MemberState, Now
 
 BACKOFF_S = 0.5
 _PATIENCE_S = 4.0
@@ -73,7 +73,7 @@ class Driver:
             member.state is (MemberState.RUNNING if member.is_desired else MemberState.REMOVED)
             for member in self._cluster.members.values()
         )
-        return self._cluster.phase is Phase.SERVING and all(settled)
+        return self._cluster.phase is ClusterPhase.SERVING and all(settled)
 
     @property
     def running(self) -> dict[str, Replica]:
@@ -82,7 +82,7 @@ class Driver:
 
     @property
     def is_stopped(self) -> bool:
-        return self._cluster.phase is Phase.STOPPED
+        return self._cluster.phase is ClusterPhase.STOPPED
 
     def post(self, event: Event) -> None:
         self._loop.run(partial(self._handle, event))
@@ -126,7 +126,7 @@ class Driver:
     def _post_later(self, longest_s: float, event: Event) -> None:
         self._after(self._env.random.uniform(0.05, longest_s), partial(self.post, event))
 
-    def submit(self, command: Command) -> None:
+    def submit(self, command: OperatorCommand) -> None:
         number = next(self._commands)
         self.open_commands.add(number)
         self.post(events.CommandReceived(number, command))
@@ -207,10 +207,10 @@ class Driver:
             case events.ResumeReplica(name, incarnation):
                 self.replicas[name].leader.receive(Resume())
                 self._post_later(2.0, events.ReplicaResumed(name, incarnation, True))
-            case events.Answer(number, _, outcome) if outcome is not events.Outcome.GOING_ON:
+            case events.CommandAnswer(number, _, outcome) if outcome is not events.Outcome.GOING_ON:
                 self.open_commands.discard(number)
-            case events.Drain():
-                self._post_later(0.5, events.Drained(self.router is not None and self.router.is_idle))
+            case events.DrainCluster():
+                self._post_later(0.5, events.ClusterDrained(self.router is not None and self.router.is_idle))
             case events.Stop():
                 self._stop()
 

@@ -14,7 +14,7 @@ from cluster.simulator.replica import Replica
 from cluster.simulator.scenario import MACHINE_LOST_S, Fault, FaultKind, Scenario
 from cluster.spec.ids import ROUTER, ReplicaId, Role
 from cluster.spec.messages import Drain
-from cluster.supervisor.commands import Command, DrainCommand, RestartCommand, ResumeCommand, ScaleCommand
+from cluster.supervisor.commands import DrainCommand, OperatorCommand, RestartCommand, ResumeCommand, ScaleCommand
 from cluster.supervisor.events import StopRequested
 
 _START_LIMIT_S = 60.0
@@ -64,7 +64,7 @@ class Faults:
                 resume = partial(self._command, ResumeCommand(replica=ReplicaId(fault.member)))
                 self._env.after(fault.duration_s, resume)
 
-    def _command(self, command: Command) -> None:
+    def _command(self, command: OperatorCommand) -> None:
         self._driver.submit(command)
         self._end_fault()
 

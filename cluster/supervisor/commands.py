@@ -48,4 +48,4 @@ class StatusCommand(_Command, frozen=True):
     """List the members that are not running, one per line with the reason. Does not wait for other commands."""
 
 
-Command = DrainCommand | ResumeCommand | RestartCommand | ScaleCommand | StatusCommand
+OperatorCommand = DrainCommand | ResumeCommand | RestartCommand | ScaleCommand | StatusCommand

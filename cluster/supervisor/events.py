@@ -7,7 +7,7 @@ from enum import StrEnum
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation
 from cluster.spec.registry import TableSnapshot
-from cluster.supervisor.commands import Command
+from cluster.supervisor.commands import OperatorCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
-    """The router has finished its open requests, or timed out."""
+class ClusterDrained:
+    """The routers have finished their open requests, or timed out."""
 
     complete: bool
 
@@ -127,7 +127,7 @@ class CommandReceived:
     """An operator's command arrived. Its answers carry the same number."""
 
     number: int
-    command: Command
+    command: OperatorCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ Event = (
     | Ended
     | Proven
     | StopRequested
-    | Drained
+    | ClusterDrained
     | Stopped
     | TableSeen
     | TableUnchanged
@@ -209,8 +209,8 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
-    """Drain the router; answer with Drained."""
+class DrainCluster:
+    """Drain the routers, and let replicas store their pages; answer with ClusterDrained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandAnswer:
     """Report the progress of a command to its sender."""
 
     number: int
@@ -277,12 +277,12 @@ Action = (
     | Prove
     | MarkEnded
     | Announce
-    | Drain
+    | DrainCluster
     | Stop
     | Kill
     | Report
     | Place
     | DrainReplica
     | ResumeReplica
-    | Answer
+    | CommandAnswer
 )

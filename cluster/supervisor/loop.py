@@ -12,10 +12,10 @@ from cluster.launch.launcher import Launcher
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.supervisor import events
-from cluster.supervisor.commands import Command
-from cluster.supervisor.events import Action, Answer, Event, Outcome
+from cluster.supervisor.commands import OperatorCommand
+from cluster.supervisor.events import Action, CommandAnswer, Event, Outcome
 from cluster.supervisor.reconcile import reconcile
-from cluster.supervisor.state import Cluster, Member, Now, Phase
+from cluster.supervisor.state import Cluster, ClusterPhase, Member, Now
 
 _RETRY_S = 1.0
 _PROVE_S = 30.0
@@ -46,7 +46,7 @@ class Supervisor:
         """True if the operator has asked for an immediate stop."""
         # A SimpleQueue may be filled from a signal handler.
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._answers: dict[int, queue.SimpleQueue[Answer]] = {}
+        self._answers: dict[int, queue.SimpleQueue[CommandAnswer]] = {}
         self._command_numbers = count()
 
     def post(self, event: Event) -> None:
@@ -61,7 +61,7 @@ class Supervisor:
         """
         self._cluster = replace(self._cluster, members={name: Member(name=name) for name in launcher.names})
         self._handle(events.Tick(), launcher)
-        while self._cluster.phase is not Phase.STOPPED:
+        while self._cluster.phase is not ClusterPhase.STOPPED:
             self._handle(self._next_event(), launcher)
         if self._cluster.failure is not None:
             raise self._cluster.failure
@@ -70,13 +70,13 @@ class Supervisor:
         """Drain and stop; on the second call, stop immediately. Safe in any thread and in signal handlers."""
         self.post(events.StopRequested(reason))
 
-    def give(self, command: Command) -> Iterator[Answer]:
+    def give(self, command: OperatorCommand) -> Iterator[CommandAnswer]:
         """Carry out an operator's command and yield its answers as they arrive. Safe in any thread.
 
         The command continues even if its answers are no longer read.
         """
         number = next(self._command_numbers)
-        answers = self._answers[number] = queue.SimpleQueue[Answer]()
+        answers = self._answers[number] = queue.SimpleQueue[CommandAnswer]()
         try:
             self.post(events.CommandReceived(number, command))
             while (answer := answers.get()).outcome is Outcome.GOING_ON:
@@ -99,7 +99,7 @@ class Supervisor:
             self.is_urgent |= isinstance(action, events.Kill)
             if isinstance(action, events.Report):
                 self._report(action.line)
-            elif isinstance(action, events.Answer):
+            elif isinstance(action, events.CommandAnswer):
                 if answers := self._answers.get(action.number):
                     answers.put(action)
             else:
@@ -138,20 +138,20 @@ class Supervisor:
                 return events.ReplicaDrained(name, incarnation, launcher.drain_replica(name, grace_s))
             case events.ResumeReplica(name, incarnation):
                 return events.ReplicaResumed(name, incarnation, launcher.resume_replica(name))
-            case events.Drain():
-                return events.Drained(launcher.drain())
+            case events.DrainCluster():
+                return events.ClusterDrained(launcher.drain())
             case events.Stop():
                 launcher.stop()
                 return events.Stopped()
             case events.Kill():
                 launcher.kill()
                 return events.Stopped()
-            case events.Report() | events.Answer():
+            case events.Report() | events.CommandAnswer():
                 raise AssertionError("must be handled in the supervisor's own thread")
         return None
 
     def _prove(self, name: str, incarnation: Incarnation, launcher: Launcher) -> Event | None:
-        while self._cluster.phase is Phase.SERVING:
+        while self._cluster.phase is ClusterPhase.SERVING:
             time.sleep(_PROVE_S)
             try:
                 if launcher.prove(name, incarnation):
@@ -161,7 +161,7 @@ class Supervisor:
         return None
 
     def _mark_ended(self, replica: ReplicaId, incarnation: Incarnation, proven: bool, launcher: Launcher) -> None:
-        while self._cluster.phase is Phase.SERVING:
+        while self._cluster.phase is ClusterPhase.SERVING:
             try:
                 launcher.mark_ended(replica, incarnation, proven=proven)
                 return
@@ -187,8 +187,8 @@ def _answer_to_failure(action: Action, error: Exception) -> Event | None:
             return events.ReplicaDrained(name, incarnation, False)
         case events.ResumeReplica(name, incarnation):
             return events.ReplicaResumed(name, incarnation, False)
-        case events.Drain():
-            return events.Drained(False)
+        case events.DrainCluster():
+            return events.ClusterDrained(False)
         case events.Stop() | events.Kill():
             return events.Stopped()
         case _:

@@ -11,24 +11,24 @@ from cluster.spec.config import MOST_REPLICAS
 from cluster.spec.ids import ReplicaId, Role, replica_id, role_of
 from cluster.supervisor import events
 from cluster.supervisor.commands import (
-    Command,
     DrainCommand,
+    OperatorCommand,
     RestartCommand,
     ResumeCommand,
     ScaleCommand,
     StatusCommand,
 )
 from cluster.supervisor.events import Action, Event, Outcome
-from cluster.supervisor.state import Cluster, Member, MemberState, Now, OpenCommand, Phase
+from cluster.supervisor.state import Cluster, ClusterPhase, Member, MemberState, Now, OpenCommand
 
 Step = tuple[Cluster, list[Action]]
 
 
 def on_command(cluster: Cluster, event: events.CommandReceived, now: Now) -> Step:
     if isinstance(event.command, StatusCommand):
-        return cluster, [events.Answer(event.number, "\n".join(_troubles(cluster)), Outcome.DONE)]
+        return cluster, [events.CommandAnswer(event.number, "\n".join(_troubles(cluster)), Outcome.DONE)]
     if reason := _refusal(cluster, event.command):
-        return cluster, [events.Answer(event.number, reason, Outcome.REFUSED)]
+        return cluster, [events.CommandAnswer(event.number, reason, Outcome.REFUSED)]
     opened = replace(cluster, open_command=OpenCommand(number=event.number, command=event.command))
     match event.command:
         case DrainCommand(replica=name):
@@ -107,7 +107,7 @@ def on_replica_resumed(cluster: Cluster, event: events.ReplicaResumed) -> Step:
 
 def advance(cluster: Cluster, event: Event) -> Step:
     """End members that are no longer desired, and continue the open command; called after each event."""
-    if cluster.phase is not Phase.SERVING:
+    if cluster.phase is not ClusterPhase.SERVING:
         return (
             (cluster, [])
             if cluster.open_command is None
@@ -146,7 +146,7 @@ def _next_turn(cluster: Cluster, opened: OpenCommand) -> Step:
     actions: list[Action] = []
     for name in names:
         cluster, begun = _begin_end(cluster, name)
-        actions += [*begun, events.Answer(opened.number, f"{name}: restarting", Outcome.GOING_ON)]
+        actions += [*begun, events.CommandAnswer(opened.number, f"{name}: restarting", Outcome.GOING_ON)]
     return cluster, actions
 
 
@@ -209,12 +209,12 @@ def _with_command(
 
 def _close(cluster: Cluster, line: str, outcome: Outcome = Outcome.DONE) -> Step:
     assert cluster.open_command is not None
-    return replace(cluster, open_command=None), [events.Answer(cluster.open_command.number, line, outcome)]
+    return replace(cluster, open_command=None), [events.CommandAnswer(cluster.open_command.number, line, outcome)]
 
 
-def _refusal(cluster: Cluster, command: Command) -> str | None:
-    if cluster.phase is not Phase.SERVING:
-        return f"the cluster is {cluster.phase}; commands are accepted while it is {Phase.SERVING}"
+def _refusal(cluster: Cluster, command: OperatorCommand) -> str | None:
+    if cluster.phase is not ClusterPhase.SERVING:
+        return f"the cluster is {cluster.phase}; commands are accepted while it is {ClusterPhase.SERVING}"
     if cluster.open_command is not None:
         return "another command is in progress; try again when it has finished"
     match command:

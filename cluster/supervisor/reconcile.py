@@ -30,7 +30,7 @@ from cluster.supervisor.silence import (
     restart_after_suspension,
     with_silence,
 )
-from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, MemberState, Now, Phase
+from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, ClusterPhase, MemberState, Now
 
 RESTART_BACKOFF_S = 1.0
 """Wait before the first restart of a failed replica. It is short because one restart is often enough."""
@@ -69,12 +69,12 @@ def _react(cluster: Cluster, event: Event, now: Now) -> Step:
             return _on_proven(cluster, event)
         case events.StopRequested():
             return _on_stop_requested(cluster, event)
-        case events.Drained():
+        case events.ClusterDrained():
             return _on_drained(cluster, event)
         case events.Stopped():
             # An orderly stop and a kill may both finish.
-            is_new = cluster.phase is not Phase.STOPPED
-            return cluster.moved(Phase.STOPPED, "Stopped") if is_new else cluster, []
+            is_new = cluster.phase is not ClusterPhase.STOPPED
+            return cluster.moved(ClusterPhase.STOPPED, "Stopped") if is_new else cluster, []
         case events.TableSeen():
             return on_table_seen(on_table_answered(cluster, now), event, now), []
         case events.TableUnchanged():
@@ -99,7 +99,7 @@ def _react(cluster: Cluster, event: Event, now: Now) -> Step:
 
 def _on_tick(cluster: Cluster, now: Now) -> Step:
     actions: list[Action] = []
-    if cluster.phase not in (Phase.STARTING, Phase.SERVING):
+    if cluster.phase not in (ClusterPhase.STARTING, ClusterPhase.SERVING):
         return cluster, actions
     for member in cluster.members.values():
         if member.state is MemberState.WAITING and member.wake_s <= now.s:
@@ -120,12 +120,12 @@ def _on_started(cluster: Cluster, event: events.Started, now: Now) -> Step:
     if event.name == BOOTSTRAP:  # a new table has no record of ended incarnations
         actions += [events.MarkEnded(name, incarnation, True) for name, incarnation in cluster.reaped.items()]
         actions += [events.MarkEnded(name, max(starts), False) for name, starts in cluster.unproven.items() if starts]
-    if cluster.phase is Phase.SERVING:
+    if cluster.phase is ClusterPhase.SERVING:
         actions.append(events.Report(f"{event.name}: running, incarnation {event.incarnation}"))
-    elif cluster.phase is Phase.STARTING and all(
+    elif cluster.phase is ClusterPhase.STARTING and all(
         member.state is MemberState.RUNNING for member in cluster.members.values()
     ):
-        cluster = cluster.moved(Phase.SERVING, type(event).__name__)
+        cluster = cluster.moved(ClusterPhase.SERVING, type(event).__name__)
         actions.append(events.Announce())
     return cluster, actions
 
@@ -133,10 +133,10 @@ def _on_started(cluster: Cluster, event: events.Started, now: Now) -> Step:
 def _on_failed(cluster: Cluster, event: events.Failed, now: Now) -> Step:
     living = (MemberState.STARTING, MemberState.RUNNING, MemberState.DRAINING)
     member = cluster.addressed(event.name, event.incarnation, *living)
-    if member is None or cluster.phase not in (Phase.STARTING, Phase.SERVING):
+    if member is None or cluster.phase not in (ClusterPhase.STARTING, ClusterPhase.SERVING):
         return cluster, []
-    if cluster.phase is Phase.STARTING:
-        return replace(cluster.moved(Phase.STOPPING, type(event).__name__), failure=event.error), [events.Stop()]
+    if cluster.phase is ClusterPhase.STARTING:
+        return replace(cluster.moved(ClusterPhase.STOPPING, type(event).__name__), failure=event.error), [events.Stop()]
     was_stable = member.state is not MemberState.STARTING and now.s - member.running_since_s >= STABLE_S
     num_failures = 1 if was_stable else member.num_failures + 1
     first_error = str(event.error) if num_failures == 1 else member.first_error
@@ -163,7 +163,7 @@ def _on_ended(cluster: Cluster, event: events.Ended, now: Now) -> Step:
         unproven = cluster.unproven.get(event.name, frozenset()) | {event.incarnation}
         cluster = replace(cluster, unproven={**cluster.unproven, event.name: unproven})
         actions = [events.Prove(event.name, event.incarnation)]
-    if cluster.phase is Phase.SERVING:
+    if cluster.phase is ClusterPhase.SERVING:
         times = failures_of(member) if member.num_failures > 1 else ""
         line = f"restarts in {wait_s:g} s{times}" if member.is_desired else "removed"
         actions.append(events.Report(f"{event.name}: {line}"))
@@ -193,24 +193,25 @@ def _reap(cluster: Cluster, name: str) -> Step:
 
 def _on_stop_requested(cluster: Cluster, event: events.StopRequested) -> Step:
     match cluster.phase:
-        case Phase.STARTING:
+        case ClusterPhase.STARTING:
             line = f"{event.reason}: stopping"
-            return cluster.moved(Phase.STOPPING, type(event).__name__), [events.Report(line), events.Stop()]
-        case Phase.SERVING:
+            return cluster.moved(ClusterPhase.STOPPING, type(event).__name__), [events.Report(line), events.Stop()]
+        case ClusterPhase.SERVING:
             line = f"{event.reason}: draining; repeat to stop immediately"
-            return cluster.moved(Phase.DRAINING, type(event).__name__), [events.Report(line), events.Drain()]
-        case Phase.DRAINING | Phase.STOPPING:
+            draining = cluster.moved(ClusterPhase.DRAINING, type(event).__name__)
+            return draining, [events.Report(line), events.DrainCluster()]
+        case ClusterPhase.DRAINING | ClusterPhase.STOPPING:
             line = f"{event.reason}: stopping immediately"
-            return cluster.moved(Phase.KILLING, type(event).__name__), [events.Report(line), events.Kill()]
-        case Phase.KILLING | Phase.STOPPED:
+            return cluster.moved(ClusterPhase.KILLING, type(event).__name__), [events.Report(line), events.Kill()]
+        case ClusterPhase.KILLING | ClusterPhase.STOPPED:
             return cluster, []
 
 
-def _on_drained(cluster: Cluster, event: events.Drained) -> Step:
-    if cluster.phase is not Phase.DRAINING:
+def _on_drained(cluster: Cluster, event: events.ClusterDrained) -> Step:
+    if cluster.phase is not ClusterPhase.DRAINING:
         return cluster, []  # a second request to stop has ended the wait
     line = "drained: stopping" if event.complete else "some open requests have not ended; stopping anyway"
-    return cluster.moved(Phase.STOPPING, type(event).__name__), [events.Report(line), events.Stop()]
+    return cluster.moved(ClusterPhase.STOPPING, type(event).__name__), [events.Report(line), events.Stop()]
 
 
 def _on_examined(cluster: Cluster, event: events.Examined, now: Now) -> Step:
@@ -228,7 +229,7 @@ def _on_examined(cluster: Cluster, event: events.Examined, now: Now) -> Step:
 
 
 def _on_system_lost(cluster: Cluster, event: events.SystemLost) -> Step:
-    if cluster.phase in (Phase.KILLING, Phase.STOPPED):
+    if cluster.phase in (ClusterPhase.KILLING, ClusterPhase.STOPPED):
         return cluster, []
-    failed = replace(cluster.moved(Phase.KILLING, type(event).__name__), failure=SystemLostError(event.reason))
+    failed = replace(cluster.moved(ClusterPhase.KILLING, type(event).__name__), failure=SystemLostError(event.reason))
     return failed, [events.Kill()]

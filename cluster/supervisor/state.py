@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from cluster.spec.errors import Moves, move
 from cluster.spec.ids import Incarnation
-from cluster.supervisor.commands import Command
+from cluster.supervisor.commands import OperatorCommand
 
 NEVER = Incarnation(0)
 """Incarnation of a member that was never started."""
@@ -46,7 +46,7 @@ MEMBER_MOVES: Moves[MemberState] = {
 }
 
 
-class Phase(StrEnum):
+class ClusterPhase(StrEnum):
     STARTING = "starting"
     """First start: some members have never been ready."""
     SERVING = "serving"
@@ -58,13 +58,13 @@ class Phase(StrEnum):
     STOPPED = "stopped"
 
 
-PHASE_MOVES: Moves[Phase] = {
-    Phase.STARTING: frozenset({Phase.SERVING, Phase.STOPPING, Phase.KILLING}),
-    Phase.SERVING: frozenset({Phase.DRAINING, Phase.KILLING}),
-    Phase.DRAINING: frozenset({Phase.STOPPING, Phase.KILLING}),
-    Phase.STOPPING: frozenset({Phase.KILLING, Phase.STOPPED}),
-    Phase.KILLING: frozenset({Phase.STOPPED}),
-    Phase.STOPPED: frozenset(),
+PHASE_MOVES: Moves[ClusterPhase] = {
+    ClusterPhase.STARTING: frozenset({ClusterPhase.SERVING, ClusterPhase.STOPPING, ClusterPhase.KILLING}),
+    ClusterPhase.SERVING: frozenset({ClusterPhase.DRAINING, ClusterPhase.KILLING}),
+    ClusterPhase.DRAINING: frozenset({ClusterPhase.STOPPING, ClusterPhase.KILLING}),
+    ClusterPhase.STOPPING: frozenset({ClusterPhase.KILLING, ClusterPhase.STOPPED}),
+    ClusterPhase.KILLING: frozenset({ClusterPhase.STOPPED}),
+    ClusterPhase.STOPPED: frozenset(),
 }
 
 
@@ -104,7 +104,7 @@ class Silence:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenCommand:
     number: int
-    command: Command
+    command: OperatorCommand
     at_work: frozenset[str] = frozenset()
     """Replicas that this command is draining, ending or starting."""
     todo: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ class Cluster:
     members: Mapping[str, Member]
     backoff_s: float
     """Wait before the first restart of a failed member."""
-    phase: Phase = Phase.STARTING
+    phase: ClusterPhase = ClusterPhase.STARTING
     proven: Mapping[str, Incarnation] = field(default_factory=dict)
     """Highest incarnation per member that is itself confirmed dead; earlier ones may still be alive."""
     unproven: Mapping[str, frozenset[Incarnation]] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class Cluster:
     def with_member(self, member: Member) -> "Cluster":
         return replace(self, members={**self.members, member.name: member})
 
-    def moved(self, target: Phase, event: str) -> "Cluster":
+    def moved(self, target: ClusterPhase, event: str) -> "Cluster":
         return replace(self, phase=move(PHASE_MOVES, self.phase, target, event, "the cluster"))
 
     def addressed(self, name: str, incarnation: Incarnation, *states: MemberState) -> Member | None:
@@ -148,7 +148,7 @@ class Cluster:
 
     def next_wake_s(self) -> float | None:
         """Return the time of the next Tick, or None if none is due."""
-        if self.phase not in (Phase.STARTING, Phase.SERVING):
+        if self.phase not in (ClusterPhase.STARTING, ClusterPhase.SERVING):
             return None
         waiting = [member.wake_s for member in self.members.values() if member.state is MemberState.WAITING]
         look_s = self.next_look_s()
@@ -163,7 +163,7 @@ class Cluster:
 
     def silences(self) -> list[tuple[Member, Silence]]:
         """Return the silent members that may be restarted."""
-        if self.phase is not Phase.SERVING:
+        if self.phase is not ClusterPhase.SERVING:
             return []
         states = (MemberState.RUNNING, MemberState.DRAINING)
         found = [(self.addressed(name, silence.incarnation, *states), silence) for name, silence in self.silent.items()]

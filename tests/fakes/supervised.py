@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation
-from cluster.supervisor.commands import Command
+from cluster.supervisor.commands import OperatorCommand
 from cluster.supervisor.events import Action, CommandReceived, Event, Failed, Report, Started, Tick
 from cluster.supervisor.reconcile import reconcile
-from cluster.supervisor.state import Cluster, Member, MemberState, Now, Phase
+from cluster.supervisor.state import Cluster, ClusterPhase, Member, MemberState, Now
 
 NAMES = ("bootstrap", "router", "prefill-0", "decode-0")
 UNIX_MS = 1_000_000
@@ -40,10 +40,10 @@ class Run:
         self.step(Tick())
         for name in self.cluster.members:
             self.step(Started(name, self.incarnation(name)))
-        assert self.cluster.phase is Phase.SERVING
+        assert self.cluster.phase is ClusterPhase.SERVING
         return self
 
-    def command(self, command: Command) -> list[Action]:
+    def command(self, command: OperatorCommand) -> list[Action]:
         self._num_commands += 1
         return self.step(CommandReceived(self._num_commands, command))
 

@@ -10,13 +10,13 @@ import pytest
 
 from cluster.cli.control import send_command, serve_commands
 from cluster.spec.errors import PeerUnreachableError
-from cluster.supervisor.commands import Command, ScaleCommand
-from cluster.supervisor.events import Answer, Outcome
+from cluster.supervisor.commands import OperatorCommand, ScaleCommand
+from cluster.supervisor.events import CommandAnswer, Outcome
 
 pytestmark = pytest.mark.integration
 
 ORDER = ScaleCommand(prefill=2, grace_s=1.5)
-ANSWERS = [Answer(7, "on the way", Outcome.GOING_ON), Answer(7, "prefill: 2", Outcome.DONE)]
+ANSWERS = [CommandAnswer(7, "on the way", Outcome.GOING_ON), CommandAnswer(7, "prefill: 2", Outcome.DONE)]
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_command_arrives_and_its_answers_return(path: Path) -> None:
-    given: list[Command] = []
+    given: list[OperatorCommand] = []
 
-    def give(command: Command) -> Iterator[Answer]:
+    def give(command: OperatorCommand) -> Iterator[CommandAnswer]:
         given.append(command)
         yield from ANSWERS
 

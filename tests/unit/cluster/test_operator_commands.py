@@ -4,10 +4,10 @@ import pytest
 
 from cluster.spec.errors import ConfigError, Problem
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.supervisor.commands import Command, DrainCommand, RestartCommand, ResumeCommand, ScaleCommand
+from cluster.supervisor.commands import DrainCommand, OperatorCommand, RestartCommand, ResumeCommand, ScaleCommand
 from cluster.supervisor.events import (
     Action,
-    Answer,
+    CommandAnswer,
     DrainReplica,
     End,
     Ended,
@@ -26,14 +26,14 @@ from cluster.supervisor.events import (
     TableUnchanged,
     Tick,
 )
-from cluster.supervisor.state import MemberState, Phase
+from cluster.supervisor.state import ClusterPhase, MemberState
 from tests.fakes.supervised import Run
 
 TWO_OF_EACH = ("bootstrap", "router", "prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
 def answers(actions: list[Action]) -> list[tuple[Outcome, str]]:
-    return [(action.outcome, action.line) for action in actions if isinstance(action, Answer)]
+    return [(action.outcome, action.line) for action in actions if isinstance(action, CommandAnswer)]
 
 
 def go_on(run: Run, action: Action) -> list[Action]:
@@ -53,7 +53,7 @@ def go_on(run: Run, action: Action) -> list[Action]:
             return []
 
 
-def carry_out(run: Run, command: Command) -> list[Action]:
+def carry_out(run: Run, command: OperatorCommand) -> list[Action]:
     """Carry out a command and return all actions."""
     actions = run.command(command)
     for action in actions:  # the list grows during iteration
@@ -83,7 +83,7 @@ def test_a_drain_is_over_when_the_replica_is_empty_and_leaves_it_running() -> No
 @pytest.mark.parametrize(
     "command", [DrainCommand(replica=ReplicaId("decode-0")), ResumeCommand(replica=ReplicaId("decode-0"))]
 )
-def test_an_order_ends_with_the_silence_of_its_replica(command: Command) -> None:
+def test_an_order_ends_with_the_silence_of_its_replica(command: OperatorCommand) -> None:
     run = Run(TWO_OF_EACH).serve()
     run.command(command)
     lives = frozenset((name, run.incarnation(name)) for name in TWO_OF_EACH[2:] if name != "decode-0")
@@ -257,7 +257,7 @@ def test_a_replica_that_dies_while_it_drains_is_removed() -> None:
         (ScaleCommand(), "got nothing"),
     ],
 )
-def test_impossible_commands_are_refused_in_one_line(command: Command, reason: str) -> None:
+def test_impossible_commands_are_refused_in_one_line(command: OperatorCommand, reason: str) -> None:
     run = Run(("bootstrap", "router", "prefill-0", "decode-0", "decode-1")).serve()
     before = run.cluster
     ((outcome, line),) = answers(run.command(command))
@@ -293,4 +293,4 @@ def test_a_stop_ends_the_current_order() -> None:
     run = Run(TWO_OF_EACH).serve()
     run.command(RestartCommand(is_rolling=True))
     assert answers(run.step(StopRequested("SIGINT"))) == [(Outcome.FAILED, "the cluster is stopping")]
-    assert run.cluster.phase is Phase.DRAINING
+    assert run.cluster.phase is ClusterPhase.DRAINING

@@ -15,7 +15,7 @@ from cluster.spec.config import (
 from cluster.spec.errors import BatonError, ConfigError, PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import ReplicaEntry
-from cluster.supervisor.commands import Command, DrainCommand, RestartCommand, ResumeCommand, ScaleCommand
+from cluster.supervisor.commands import DrainCommand, OperatorCommand, RestartCommand, ResumeCommand, ScaleCommand
 from cluster.supervisor.events import Outcome
 from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher, wait_until
 from tests.fakes.ray import HOME, FakeSystem, FakeTable, World
@@ -78,7 +78,7 @@ def test_orders_reach_the_replicas_and_the_table_shows_them(monkeypatch: pytest.
     assert driver.announced.wait(WAIT_S)
     table, system = driver.world.table, driver.world.system
 
-    def give(order: Command) -> tuple[Outcome, str]:
+    def give(order: OperatorCommand) -> tuple[Outcome, str]:
         *_, last = driver.supervisor.give(order)
         return last.outcome, last.line
 

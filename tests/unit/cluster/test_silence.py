@@ -22,7 +22,7 @@ from cluster.supervisor.events import (
     Tick,
 )
 from cluster.supervisor.silence import ANSWER_S, MAX_LATE_S
-from cluster.supervisor.state import LOOK_S, Phase
+from cluster.supervisor.state import LOOK_S, ClusterPhase
 from tests.fakes.supervised import NAMES, PATIENCE_S, Run
 
 
@@ -189,7 +189,7 @@ def test_the_loss_of_the_actor_system_ends_the_cluster_with_an_error() -> None:
         assert run.step(SystemLost("the raylet died")) == [Kill()]
         assert run.step(SystemLost("the raylet died")) == []
         run.step(Stopped())
-        assert (run.cluster.phase, str(run.cluster.failure)) == (Phase.STOPPED, "the raylet died")
+        assert (run.cluster.phase, str(run.cluster.failure)) == (ClusterPhase.STOPPED, "the raylet died")
 
 
 def test_an_idle_driver_has_not_paused() -> None:
@@ -211,7 +211,7 @@ def test_silence_is_ignored_during_start_and_stop() -> None:
     see(run, "prefill-0")
     run.step(StopRequested("SIGINT"))
     assert at(run, 10 * PATIENCE_S) == []
-    assert run.cluster.phase is Phase.DRAINING
+    assert run.cluster.phase is ClusterPhase.DRAINING
 
 
 def test_an_unresponsive_router_is_ended_regardless_of_the_table() -> None:

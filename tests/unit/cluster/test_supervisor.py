@@ -10,9 +10,9 @@ from cluster.supervisor.commands import StatusCommand
 from cluster.supervisor.events import (
     Action,
     Announce,
-    Answer,
-    Drain,
-    Drained,
+    ClusterDrained,
+    CommandAnswer,
+    DrainCluster,
     End,
     Ended,
     Failed,
@@ -29,7 +29,7 @@ from cluster.supervisor.events import (
     Tick,
 )
 from cluster.supervisor.reconcile import backoff_s, next_incarnation
-from cluster.supervisor.state import MAX_BACKOFF_S, STABLE_S, MemberState, Phase
+from cluster.supervisor.state import MAX_BACKOFF_S, STABLE_S, ClusterPhase, MemberState
 from tests.fakes.supervised import ERROR, NAMES, UNIX_MS, Run
 
 
@@ -55,7 +55,7 @@ def test_failure_before_the_first_announcement_ends_it_all() -> None:
     assert run.fail("decode-0") == []
     assert run.cluster.failure is ERROR
     assert run.step(Stopped()) == []
-    assert run.cluster.phase is Phase.STOPPED
+    assert run.cluster.phase is ClusterPhase.STOPPED
 
 
 def test_dead_rank_restarts_its_replica() -> None:
@@ -186,19 +186,19 @@ def test_status_reports_stopped_members_with_their_first_error() -> None:
 
 def answer_of(run: Run) -> str:
     (answer,) = run.command(StatusCommand())
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, CommandAnswer)
     assert answer.outcome is Outcome.DONE
     return answer.line
 
 
 def test_stop_drains_then_stops() -> None:
     run = Run().serve()
-    assert run.step(StopRequested("SIGINT")) == [Drain()]
+    assert run.step(StopRequested("SIGINT")) == [DrainCluster()]
     assert run.fail("prefill-0") == [], "nothing is replaced any more"
     assert run.cluster.next_wake_s() is None
-    assert run.step(Drained(True)) == [Stop()]
+    assert run.step(ClusterDrained(True)) == [Stop()]
     assert run.step(Stopped()) == []
-    assert (run.cluster.phase, run.cluster.failure) == (Phase.STOPPED, None)
+    assert (run.cluster.phase, run.cluster.failure) == (ClusterPhase.STOPPED, None)
 
 
 def test_second_stop_kills() -> None:
@@ -206,21 +206,21 @@ def test_second_stop_kills() -> None:
     run.step(StopRequested("SIGINT"))
     assert run.step(StopRequested("SIGINT")) == [Kill()]
     assert run.lines == ["SIGINT: stopping immediately"]
-    assert run.step(Drained(False)) == []
+    assert run.step(ClusterDrained(False)) == []
     assert run.lines == [], "nobody waits for the drain any more"
     assert run.step(StopRequested("SIGINT")) == [], "there is nothing faster"
     assert run.step(Stopped()) == []
-    assert run.cluster.phase is Phase.STOPPED
+    assert run.cluster.phase is ClusterPhase.STOPPED
 
 
 def test_second_stop_overtakes_a_stop_in_order() -> None:
     run = Run().serve()
     run.step(StopRequested("SIGINT"))
-    assert run.step(Drained(True)) == [Stop()]
+    assert run.step(ClusterDrained(True)) == [Stop()]
     assert run.step(StopRequested("SIGINT")) == [Kill()]
     for _ in ("of the stop", "of the kill"):
         assert run.step(Stopped()) == []
-        assert run.cluster.phase is Phase.STOPPED
+        assert run.cluster.phase is ClusterPhase.STOPPED
 
 
 def test_stop_while_starting_does_not_drain() -> None:
