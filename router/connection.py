@@ -25,7 +25,7 @@ WAITING_S = 10.0
 """Interval between empty events in a waiting stream; proxies close idle connections after 30 to 60 seconds."""
 
 
-class HttpProtocol(BoundedHttpProtocol):
+class RouterProtocol(BoundedHttpProtocol):
     """Connection of the router's client."""
 
     keys = KeyRing()

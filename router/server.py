@@ -26,7 +26,7 @@ from cluster.spec.worker_spec import ALONE, Rendezvous, RouterShare
 from router.admission import Gate
 from router.api_keys import KeyLimits, read_keys
 from router.app import create_app
-from router.connection import HttpProtocol
+from router.connection import RouterProtocol
 from router.directory import Breakers, Directory, LoadBook
 from router.dispatch import RequestTable, max_unanswered
 from router.metrics import Metrics
@@ -238,7 +238,7 @@ async def _settle(tasks: set[asyncio.Task[Any]], serving: asyncio.Task[None]) ->
 def _uvicorn_config(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(service),
-        http=read_in_turn(type(HttpProtocol.__name__, (HttpProtocol,), {"keys": service.keys})),
+        http=read_in_turn(type(RouterProtocol.__name__, (RouterProtocol,), {"keys": service.keys})),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -109,7 +109,7 @@ class BootstrapServer:
             self._stopped.set()
 
 
-class HttpProtocol(BoundedHttpProtocol):
+class BootstrapProtocol(BoundedHttpProtocol):
     """Connection of the service's client."""
 
     body_s = 10.0
@@ -157,7 +157,9 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=read_in_turn(type(HttpProtocol.__name__, (HttpProtocol,), {"authorization": authorization})),
+                http=read_in_turn(
+                    type(BootstrapProtocol.__name__, (BootstrapProtocol,), {"authorization": authorization})
+                ),
                 ws="none",
                 log_config=None,
                 access_log=False,

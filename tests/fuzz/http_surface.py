@@ -163,7 +163,7 @@ class HttpSurface:
 class RouterSurface(HttpSurface):
     """Router whose replicas answer only administrative commands."""
 
-    protocol = router.connection.HttpProtocol
+    protocol = router.connection.RouterProtocol
 
     def close(self) -> None:
         self._grammars.close()
@@ -189,7 +189,7 @@ class RouterSurface(HttpSurface):
 class BootstrapSurface(HttpSurface):
     """Bootstrap service with an empty table."""
 
-    protocol = bootstrap.HttpProtocol
+    protocol = bootstrap.BootstrapProtocol
 
     async def _build(self) -> Any:
         app = bootstrap.create_app(BootstrapTable(lease_s=3.0), TOKEN, SystemClock())

@@ -79,13 +79,13 @@ def _received(sock: socket.socket) -> Iterator[bytes]:
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     for cluster in run_cluster(write_model_folder(tmp_path_factory.mktemp("model"))):
-        yield Service(cluster.url, "POST /v1/completions", MIN_BODY_BYTES + 16 * CONTEXT, connection.HttpProtocol)
+        yield Service(cluster.url, "POST /v1/completions", MIN_BODY_BYTES + 16 * CONTEXT, connection.RouterProtocol)
 
 
 @pytest.fixture(scope="module")
 def bootstrap() -> Iterator[Service]:
     server = BootstrapServer("127.0.0.1", 0, TOKEN)
-    yield Service(server.start(), "PUT /ranks", MAX_BODY_BYTES, service.HttpProtocol)
+    yield Service(server.start(), "PUT /ranks", MAX_BODY_BYTES, service.BootstrapProtocol)
     server.stop()
 
 

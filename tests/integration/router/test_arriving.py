@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from router.connection import HttpProtocol
+from router.connection import RouterProtocol
 from router.preprocess import model
 from tests.fakes.router_cluster import CONTEXT, MODEL, RouterCluster, run_cluster
 
@@ -35,7 +35,7 @@ def answer(connection: HTTPConnection) -> tuple[int, str, str | None]:
 
 
 def test_an_incomplete_body_times_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HttpProtocol, "body_s", 0.5)
+    monkeypatch.setattr(RouterProtocol, "body_s", 0.5)
     for cluster in run_cluster(folder):
         status, said, _ = answer(begin(cluster, 100, b'{"prompt": '))
         assert status == 408

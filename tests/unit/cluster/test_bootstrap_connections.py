@@ -6,13 +6,13 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from cluster.bootstrap.service import HttpProtocol, create_app
+from cluster.bootstrap.service import BootstrapProtocol, create_app
 from cluster.bootstrap.table import BootstrapTable
 from cluster.spec.clock import SystemClock
 from tests.fakes.wire import Wire
 
 
-class Protocol(HttpProtocol):
+class Protocol(BootstrapProtocol):
     authorization = b"Bearer token"
 
 
