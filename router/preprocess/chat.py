@@ -7,7 +7,7 @@ from cluster.spec.errors import UserError
 from router.errors import bad_request
 from router.message import CLOSING, OPENING, Thinking, reasoning_after
 from router.preprocess.constrain import ANY_OBJECT, Constraint, grammar_of, json_part, wanted_answer
-from router.preprocess.intake import check, encode, given_or, make_requests
+from router.preprocess.intake import check, given_or, make_requests, token_ids_of
 from router.preprocess.model import ServedModel
 from router.preprocess.requests import AllowedTools, ChatMessage, ChatRequest, NamedTool, TemplateBody, Tool
 from router.request import GenerateRequest
@@ -57,7 +57,7 @@ def chat_prompt(model: ServedModel, messages: Sequence[ChatMessage], options: Te
         text = model.tokenizer.apply_chat_template(given, opens_answer, options.variables)
     except UserError as error:
         raise bad_request(str(error), "messages") from error
-    return encode(model, text, "messages", add_special_tokens=bool(options.add_special_tokens)), text
+    return token_ids_of(model, text, "messages", add_special_tokens=bool(options.add_special_tokens)), text
 
 
 def _dialect(model: ServedModel, body: ChatRequest) -> Dialect | None:

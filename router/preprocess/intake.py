@@ -82,7 +82,7 @@ def _check_repeats(body: CompletionRequest, num_tokens: int) -> None:
         raise bad_request(f"{param}: got {got}; allowed: {most}", param)
 
 
-def encode(model: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+def token_ids_of(model: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
     """Tokenize a text. Raises ApiError if it is certainly too long."""
     if len(text) > model.max_text_chars:
         most = f"at most {model.max_text_chars}, since the context length is {model.max_context} tokens"
@@ -238,7 +238,7 @@ def _prompt_ids(model: ServedModel, body: CompletionRequest) -> Sequence[Collect
         got = f"{len(prompts)} prompts with n = {body.num_choices}"
         raise bad_request(f"n: at most {MAX_PROMPTS} choices in one request, got {got}", "n")
     return [
-        encode(model, prompt, "prompt", add_special_tokens=adds) if isinstance(prompt, str) else prompt
+        token_ids_of(model, prompt, "prompt", add_special_tokens=adds) if isinstance(prompt, str) else prompt
         for prompt in prompts
     ]
 

@@ -88,14 +88,14 @@ class JsonText(Tagged, frozen=True, kw_only=True):
     text: bytes
 
 
-class Refusal(Tagged, frozen=True, kw_only=True):
+class JobRefusal(Tagged, frozen=True, kw_only=True):
     status: int
     message: str
     param: str | None
     code: str | None
 
     @classmethod
-    def of(cls, error: ApiError) -> "Refusal":
+    def of(cls, error: ApiError) -> "JobRefusal":
         return cls(status=error.status, message=str(error), param=error.param, code=error.code)
 
     @property
@@ -116,7 +116,7 @@ class Ready(Tagged, frozen=True, kw_only=True):
     """First message from a process, once it has read the model."""
 
 
-Outcome = Preprocessed | JsonText | Refusal | Ready
+Outcome = Preprocessed | JsonText | JobRefusal | Ready
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
 _outcomes: msgspec.msgpack.Decoder[Outcome] = msgspec.msgpack.Decoder(Outcome, dec_hook=from_wire)
 _jobs: msgspec.msgpack.Decoder[Setup | Job] = msgspec.msgpack.Decoder(Setup | Job)

@@ -24,11 +24,11 @@ from router.preprocess.body import extract_ids
 from router.preprocess.job import (
     LENGTH_BYTES,
     Job,
+    JobRefusal,
     JsonText,
     Outcome,
     Preprocessed,
     Ready,
-    Refusal,
     Route,
     Setup,
     decode_outcome,
@@ -218,7 +218,7 @@ class PreprocessPool:
                 case Preprocessed() | JsonText():
                     waiting.succeed(outcome)
                     return True
-                case Refusal():
+                case JobRefusal():
                     waiting.fail(outcome.error)
                     return True
             status = await process.status()

@@ -11,7 +11,7 @@ from router.errors import ApiError, bad_request
 from router.page_index import LONG_TOKENS, PromptKeys
 from router.preprocess.body import HARMLESS, Body, Extracted, extract_ids, parse, refuse_unsupported
 from router.preprocess.chat import chat_prompt, chat_request
-from router.preprocess.intake import check_model, completion_requests, encode, given_or, pack_token_ids
+from router.preprocess.intake import check_model, completion_requests, given_or, pack_token_ids, token_ids_of
 from router.preprocess.job import (
     ChatOptions,
     CompletionOptions,
@@ -133,7 +133,7 @@ def _tokenize(model: ServedModel, job: Job, body: TokenizeRequest) -> JsonText:
         token_ids = chat_prompt(model, body.messages, body)[0]
     else:
         adds = body.add_special_tokens is not False
-        token_ids = encode(model, body.prompt or "", "prompt", add_special_tokens=adds)
+        token_ids = token_ids_of(model, body.prompt or "", "prompt", add_special_tokens=adds)
     answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": job.max_tokens, "tokens": token_ids}
     if body.return_token_strs:
         answer["token_strs"] = [model.tokenizer.token_of(token_id) for token_id in token_ids]

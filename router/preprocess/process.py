@@ -20,7 +20,17 @@ from cluster.grammar import Grammars
 from cluster.spec.config import DeployConfig
 from router.errors import ApiError
 from router.preprocess.id_reader import compiled_reader
-from router.preprocess.job import LENGTH_BYTES, Job, JsonText, Preprocessed, Ready, Refusal, Setup, decode_job, encode
+from router.preprocess.job import (
+    LENGTH_BYTES,
+    Job,
+    JobRefusal,
+    JsonText,
+    Preprocessed,
+    Ready,
+    Setup,
+    decode_job,
+    encode,
+)
 from router.preprocess.model import ServedModel, read_model
 from router.preprocess.preprocessor import preprocess
 
@@ -94,16 +104,16 @@ def main() -> None:
             _send(channel, outcome)
 
 
-def _outcome(model: ServedModel, job: Job) -> Preprocessed | JsonText | Refusal:
+def _outcome(model: ServedModel, job: Job) -> Preprocessed | JsonText | JobRefusal:
     try:
         return preprocess(model, job)
     except ApiError as error:
-        return Refusal.of(error)
+        return JobRefusal.of(error)
     except MemoryError:
-        return Refusal.of(_too_complex(_MEMORY))
+        return JobRefusal.of(_too_complex(_MEMORY))
     except Exception:
         traceback.print_exc()
-        return Refusal.of(_internal())
+        return JobRefusal.of(_internal())
 
 
 def _messages(channel: socket.socket) -> Iterator[bytes]:
@@ -113,7 +123,7 @@ def _messages(channel: socket.socket) -> Iterator[bytes]:
             yield stream.read(int.from_bytes(length, "little"))
 
 
-def _send(channel: socket.socket, message: Preprocessed | JsonText | Refusal | Ready) -> None:
+def _send(channel: socket.socket, message: Preprocessed | JsonText | JobRefusal | Ready) -> None:
     data = encode(message)
     channel.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
 

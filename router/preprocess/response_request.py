@@ -44,13 +44,13 @@ class InputPart(Body):
     text: str
 
 
-Texts = Annotated[str | list[InputPart | RefusalPart], Field(union_mode="left_to_right")]
+TextContent = Annotated[str | list[InputPart | RefusalPart], Field(union_mode="left_to_right")]
 
 
 class InputMessage(Body):
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Texts
+    content: TextContent
 
 
 class InputCall(Body):
@@ -63,7 +63,7 @@ class InputCall(Body):
 class InputCallOutput(Body):
     type: Literal["function_call_output"]
     call_id: str
-    output: Texts
+    output: TextContent
 
 
 class InputReasoningText(Body):
@@ -118,7 +118,7 @@ class ChosenTool(FunctionName):
     type: Literal["function"]
 
 
-class AllowedTools(Body):
+class ToolSubset(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[ChosenTool], Field(min_length=1)]
@@ -157,7 +157,7 @@ class ResponseRequest(Body):
     include: list[str] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=1024)] | None = None
     tool_choice: (
-        Annotated[Literal["none", "auto", "required"] | ChosenTool | AllowedTools, Field(union_mode="left_to_right")]
+        Annotated[Literal["none", "auto", "required"] | ChosenTool | ToolSubset, Field(union_mode="left_to_right")]
         | None
     ) = None
     parallel_tool_calls: bool | None = None
@@ -291,7 +291,7 @@ def _tool_choice(body: ResponseRequest) -> Any:
     match body.tool_choice:
         case ChosenTool() as tool:
             return _tool(tool)
-        case AllowedTools(mode=mode, tools=tools):
+        case ToolSubset(mode=mode, tools=tools):
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [_tool(tool) for tool in tools]}}
     return body.tool_choice
 
