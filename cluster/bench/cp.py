@@ -126,7 +126,7 @@ def _measure(bench: CpBench, ranks: list[WorkerProcess], prompt_len: int) -> lis
         for number in range(1 + bench.num_rounds)
     ][1:]
     alone = [steps[ways[0]] for steps in rounds]
-    return [summarize(way, prompt_len, choices[way], [steps[way] for steps in rounds], alone) for way in ways]
+    return [summarize_way(way, prompt_len, choices[way], [steps[way] for steps in rounds], alone) for way in ways]
 
 
 def _ask(ranks: Sequence[WorkerProcess], method: str, *args: Any) -> list[Any]:
@@ -138,7 +138,7 @@ def _ask(ranks: Sequence[WorkerProcess], method: str, *args: Any) -> list[Any]:
 Steps = Sequence[list[StepTime]]
 
 
-def summarize(way: Way, prompt_len: int, choice: StrategyChoice, steps: Steps, alone: Steps) -> CpResult:
+def summarize_way(way: Way, prompt_len: int, choice: StrategyChoice, steps: Steps, alone: Steps) -> CpResult:
     """Return the result for one configuration; ``alone`` has the steps of a single rank in the same rounds."""
     totals_s = [max(rank.seconds for rank in ranks) for ranks in steps]
     waits_s = [min(rank.waited_s for rank in ranks) for ranks in steps]

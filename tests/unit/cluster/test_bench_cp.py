@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import cluster.bench.cp
-from cluster.bench.cp import CpBench, CpResult, summarize
+from cluster.bench.cp import CpBench, CpResult, summarize_way
 from cluster.cli.main import app
 from cluster.machine_memory import MachineMemory
 from cluster.spec.errors import UserError
@@ -85,7 +85,7 @@ def test_the_slowest_rank_sets_the_time_and_the_busiest_the_exposed_share() -> N
         [StepTime(4.0, 2.0, 1.0), StepTime(4.0, 0.0, 0.0)],
         [StepTime(1.0, 0.2, 0.1), StepTime(2.0, 0.2, 0.2)],
     ]
-    assert summarize(way, 8, choice, rounds, alone) == CpResult(
+    assert summarize_way(way, 8, choice, rounds, alone) == CpResult(
         prompt_len=8,
         cp=2,
         strategy=StrategySetting.AUTO,
