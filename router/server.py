@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from cluster.bootstrap.client import watch_table
+from cluster.bootstrap.client import follow_table_async
 from cluster.channel import AsyncInbox, Outbox
 from cluster.http.crowd import handles_of
 from cluster.http.reader import read_in_turn
@@ -59,7 +59,7 @@ class RouterServer:
         rendezvous: Rendezvous,
         host: str,
         incarnation: Incarnation,
-        watch: Watch = watch_table,
+        watch: Watch = follow_table_async,
         share: RouterShare = ALONE,
     ) -> None:
         """Read the model's tokenizer and limits.

@@ -22,6 +22,11 @@ _ANSWER_S = 5.0
 """Maximum time of an answer beyond the wait for a change."""
 _RECONNECT_S = 0.5
 """Delay before reconnecting. It is shorter than a lease, so leases survive a restart of the service."""
+_NO_VERSION = -1
+"""Version of no table: the service answers at once with the whole table.
+
+Asked for at first, and after each error, because a restarted service may number its tables from anywhere.
+"""
 
 
 class BootstrapClient:
@@ -85,14 +90,14 @@ class BootstrapClient:
         return _checked(reply)
 
 
-async def watch_table(
+async def follow_table_async(
     url: str, token: str, poll_s: Callable[[], float] = lambda: WATCH_S
 ) -> AsyncGenerator[TableSnapshot | None, None]:
-    """Yield the table now and after every change, and None if it has not changed during the timeout ``poll_s``.
+    """Yield the table now, after every change and after every error; None if it is unchanged after ``poll_s``.
 
-    Wait while the service is unavailable.
+    Unlike ``follow_table``, yield nothing while the service is unavailable.
     """
-    version = -1
+    version = _NO_VERSION
     async with httpx.AsyncClient(base_url=url, headers=_headers(token), trust_env=False) as http:
         while True:
             timeout_s = poll_s()
@@ -101,6 +106,7 @@ async def watch_table(
                 snapshot = _snapshot(_checked(reply))
             except (httpx.TransportError, BatonError) as error:
                 _log.info("no table from %s: %s", url, error or type(error).__name__)
+                version = _NO_VERSION
                 await asyncio.sleep(_RECONNECT_S)
                 continue
             if snapshot is not None:
@@ -113,21 +119,21 @@ def follow_table(
     poll_s: Callable[[], float],
     on_lost: Callable[[], None] = lambda: None,
 ) -> Iterator[TableSnapshot | None]:
-    """Yield the table now and after every change, and None after a timeout or while the service is unavailable.
+    """Yield the table now, after every change and after every error; None if it is unchanged or unavailable.
 
     Args:
         watch: the method ``watch`` of a BootstrapClient.
         poll_s: returns the timeout of the next wait for a change.
         on_lost: called each time that the service does not send a table.
     """
-    version = -1
+    version = _NO_VERSION
     while True:
         snapshot = None
         try:
             snapshot = watch(version, poll_s())
         except BatonError:  # the service, or something else at its address, did not send a table
             on_lost()
-            version = -1
+            version = _NO_VERSION
             time.sleep(min(_RECONNECT_S, poll_s()))
         if snapshot is not None:
             version = snapshot.version

@@ -57,7 +57,7 @@ class FakeTable:
                 loop.call_soon_threadsafe(changed.set)
 
     async def watch(self, url: str, token: str, poll_s: Callable[[], float]) -> AsyncIterator[TableSnapshot | None]:
-        """Yield snapshots in place of ``cluster.bootstrap.client.watch_table``."""
+        """Yield snapshots in place of ``cluster.bootstrap.client.follow_table_async``."""
         assert url.startswith("http")
         assert token
         changed = asyncio.Event()
