@@ -75,6 +75,7 @@ class Launcher:
         """Address of the bootstrap service, set once it has started. Restarts do not change it."""
         self._bootstrap_port = 0
         self._port_lock = threading.Lock()
+        """Held while a router process picks the port. Once it is known, router processes start in parallel."""
         self.routers: dict[str, RouterShare] = {share.name: share for share in router_shares(config.router.processes)}
         self._router_addresses: dict[str, str] = {}
         self.router_url = ""
@@ -228,11 +229,16 @@ class Launcher:
         process = RouterProcess(self._tools, incarnation, share, self._config.log)
         self._keep(share.name, process)
         meeting = self.rendezvous.result()
-        with self._port_lock:  # one at a time, because the first one may pick the port
-            self.router_url = process.start(self._config, self._model, meeting, self._home_host, deadline)
-            # A restarted router keeps its port, where its clients expect it.
-            router = self._config.router.model_copy(update={"port": urlsplit(self.router_url).port})
-            self._config = self._config.model_copy(update={"router": router})
+        with self._port_lock:
+            if not self._config.router.port:  # this one picks the port for the others, and for those that restart
+                self._serve_router(process, meeting, deadline)
+                router = self._config.router.model_copy(update={"port": urlsplit(self.router_url).port})
+                self._config = self._config.model_copy(update={"router": router})
+                return
+        self._serve_router(process, meeting, deadline)
+
+    def _serve_router(self, process: RouterProcess, meeting: Rendezvous, deadline: Deadline) -> None:
+        self.router_url = process.start(self._config, self._model, meeting, self._home_host, deadline)
 
     def _start_gang(self, replica: ReplicaId, incarnation: Incarnation) -> None:
         placement = self._living_placement(replica)

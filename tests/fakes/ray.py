@@ -28,6 +28,8 @@ from cluster.spec.registry import Heartbeat, RankRecord, ReplicaLoad, TableSnaps
 from cluster.spec.worker_spec import Rendezvous, RouterShare, WorkerSpec
 from tests.fakes.rank_records import make_record
 
+_AT_ONCE_S = 10.0
+"""Time in which all routers must reach the barrier."""
 HOME = Machine(node_id="home", address="10.0.0.1", cpus=64.0, gpus=0.0)
 
 
@@ -163,6 +165,10 @@ class World:
         self.beats: dict[str, Heartbeat] = {}
         """Heartbeat of each running replica, by leader address."""
         self.rendezvous: list[Rendezvous] = []
+        self.router_ports: list[int] = []
+        """Ports with which routers were started."""
+        self.routers_at_once = threading.Barrier(1)
+        """Barrier at which routers with a port wait while they start."""
         self._ends: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
 
@@ -270,6 +276,9 @@ class FakeRouter:
 
     def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
         self._world.rendezvous.append(rendezvous)
+        self._world.router_ports.append(config.router.port)
+        if config.router.port:
+            self._world.routers_at_once.wait(_AT_ONCE_S)
         url = f"http://{host}:{config.router.port or 4000}"
         return url, self._control
 

@@ -1,5 +1,8 @@
 """Starting, draining and stopping the router."""
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from cluster.spec.errors import UserError
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain
 from cluster.spec.worker_spec import Rendezvous
-from router.server import RouterServer
+from router.server import RouterServer, _listen
 from tests.fakes.bootstrap import FakeTable
 from tests.fakes.launching import wait_until
 from tests.fakes.router_cluster import MODEL, RouterCluster, config_of, make_server, run_cluster
@@ -26,6 +29,14 @@ class TestLifeCycle:
         server = make_server(folder, FakeTable(), port=port)
         with pytest.raises(UserError, match=rf"router\.port: 127\.0\.0\.1:{port} is taken by another process"):
             server.start()
+
+    def test_processes_of_one_router_can_bind_the_port_at_the_same_time(self) -> None:
+        with closing(_listen("127.0.0.1", 0, is_shared=True)) as first, ThreadPoolExecutor(4) as threads:
+            port = first.getsockname()[1]
+            for listener in threads.map(lambda _: _listen("127.0.0.1", port, is_shared=True), range(4)):
+                listener.close()
+        with closing(socket.create_server(("127.0.0.1", port))), pytest.raises(UserError, match="is taken by another"):
+            _listen("127.0.0.1", port, is_shared=True)
 
     def test_not_ready_before_the_table_is_known(self, folder: Path) -> None:
         server = make_server(folder, FakeTable())

@@ -125,6 +125,17 @@ def test_router_processes_share_a_port_and_drain_together() -> None:
     assert all(world.end_of(f"{name}-control").is_set() for name in routers)
 
 
+@pytest.mark.parametrize(("port", "ports"), [(8000, [8000, 8000, 8000]), (0, [0, 4000, 4000])])
+def test_router_processes_start_in_parallel_once_the_port_is_known(port: int, ports: list[int]) -> None:
+    world = World()
+    world.routers_at_once = threading.Barrier(len([port for port in ports if port]))
+    config = CONFIG.model_copy(update={"router": RouterConfig(port=port, processes=3)})
+    launcher = Launcher(world.tools(), config, "model", "token", lambda *_: None)
+    start_all(launcher)
+    assert world.router_ports == ports
+    assert launcher.router_url == f"http://{LOOPBACK}:{ports[-1]}"
+
+
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_replicas_that_store_pages_are_drained_after_the_routers(*, is_stored: bool) -> None:
     world = World()
