@@ -111,7 +111,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._recent: OrderedDict[str, Future[Compiled]] = OrderedDict()
         self._alive: WeakValueDictionary[str, Future[Compiled]] = WeakValueDictionary()
-        """The recent grammars, and those that somebody else holds."""
+        """Recent grammars, and others whose future is still referenced."""
         self._lock = Lock()
         self._waiting: OrderedDict[str, deque[tuple[str, Future[Compiled]]]] = OrderedDict()
         """Grammars that wait to be compiled, by tenant. The first tenant is next."""
@@ -119,7 +119,7 @@ class Grammars:
     def prepare(self, grammar: str, tenant: str = "") -> Future[Compiled]:
         """Compile a grammar unless it is cached; the future raises UserError if it cannot be used.
 
-        Tenants take turns. As long as somebody holds the future, the grammar stays cached.
+        Tenants take turns. The grammar stays cached while the future is referenced.
         """
         future = self._alive.get(grammar)
         if future is None:

@@ -26,7 +26,7 @@ GRACE_S = 3.0
 _KILL_S = 10.0
 _REMOVE_TRIES = 10
 _DISMISS = "dismiss"
-GONE = "the driver has ended without a word: somebody has killed it, or Ray, because its raylet has died"
+GONE = "the driver ended without a message; it was killed, or its Ray node died"
 """Message of the guard when the driver has not dismissed it."""
 _TRIM_S = 30.0
 _NEW_OBJECTS = 10_000

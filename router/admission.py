@@ -27,7 +27,7 @@ class Gate:
     """Fair queue of requests that wait for capacity at replicas.
 
     If there is not enough for the first one, those of other tenants pass it until they have taken as much as it needs.
-    So a large request waits for room without closing the gate to all.
+    So a large request waits for capacity without closing the gate to all.
 
     Not thread-safe: all methods run in one event loop.
     """

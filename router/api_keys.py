@@ -60,7 +60,7 @@ class _UnnamedKey(ApiKey):
 class KeyRing:
     """All API keys; if there are none, every client is admitted.
 
-    Only digests of secrets are compared, so the time that it takes tells nothing about them.
+    Only digests of secrets are compared, so that timing reveals nothing about them.
     """
 
     def __init__(self, keys: Iterable[ApiKey] = (), admin_key: str | None = None) -> None:

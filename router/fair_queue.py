@@ -75,7 +75,7 @@ class FairQueue(Generic[T]):
         return first
 
     def remove(self, item: T) -> None:
-        """Remove an item that waits no longer, if it is still in the queue. Its tenant owes nothing for it."""
+        """Remove an item that is no longer wanted, if it is still in the queue. Its tenant is not charged for it."""
         removed = self._entries.get(id(item))
         if removed is not None:
             self._end_of[removed.tenant] -= removed.length
@@ -88,7 +88,7 @@ class FairQueue(Generic[T]):
         self._forget(taken)
 
     def charge(self, tenant: str, cost: float, weight: float = 1.0) -> None:
-        """Let a tenant's items wait longer, because one took this much more work than its cost."""
+        """Charge a tenant for work beyond an item's estimated cost."""
         if self._entries:
             self._debts[tenant] = self._debts.get(tenant, 0.0) + cost / weight
 

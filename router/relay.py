@@ -90,7 +90,7 @@ class Relay:
         self._clock = clock
         self._metrics = metrics
         self._uncounted = Metrics()
-        """Metrics of parity probes, which nobody reads."""
+        """Metrics of parity probes, which are not exported."""
         self._parity = parity
         self.commands = Commands(requests.me, lambda peer, command: self._sending.send(peer.address, command))
         self.traces = RequestTraces(requests.me.address, self._sending.send)

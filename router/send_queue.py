@@ -26,7 +26,7 @@ class SendQueue:
         self._waiting.append((address, message))
 
     def flush(self) -> None:
-        """Send now what waits."""
+        """Send queued messages now."""
         waiting, self._waiting = self._waiting, []
         for address, message in waiting:
             try:

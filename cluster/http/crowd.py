@@ -84,7 +84,7 @@ class Crowd:
         self._left_s = MAX_READ_S
         """Time that reading may still take in this pass."""
         self.heads = Holdings(MAX_UNFINISHED_BYTES)
-        """Parts of request heads by address, because nobody can tell whose requests they are."""
+        """Parts of request heads by address, because their clients are not known yet."""
         self.arrived = Holdings(MAX_ARRIVED_BYTES)
         """Requests that no application has taken yet, from their complete heads on."""
         self.unread = Holdings(MAX_UNREAD_BYTES)
@@ -127,7 +127,7 @@ class Crowd:
             self._turns.add(call, client())
 
     def add_idle(self, wire: asyncio.Transport) -> None:
-        """Note that a connection waits for its client, who has just done something.
+        """Mark a connection as waiting for its client, who has just done something.
 
         If many do, disconnect the one that waits longest.
         """
@@ -139,7 +139,7 @@ class Crowd:
             oldest.abort()
 
     def forget_arrived(self, wire: asyncio.Transport) -> None:
-        """Note that nothing that has arrived on a connection waits."""
+        """Mark a connection as having no unread data."""
         self.heads.forget(wire)
         self.arrived.forget(wire)
 

@@ -21,7 +21,7 @@ class Holdings:
         self._owners: dict[asyncio.Transport, Hashable] = {}
 
     def hold(self, wire: asyncio.Transport, client: Hashable, num_bytes: int) -> None:
-        """Note the number of bytes that a connection of a client holds now."""
+        """Record the number of bytes that a connection of a client holds now."""
         if not num_bytes:
             self.forget(wire)
             return
@@ -37,7 +37,7 @@ class Holdings:
             chosen.abort()
 
     def forget(self, wire: asyncio.Transport) -> None:
-        """Note that a connection holds nothing."""
+        """Release what a connection held."""
         if wire not in self._owners:
             return
         client = self._owners.pop(wire)

@@ -182,7 +182,7 @@ class Launcher:
         return isinstance(gang, Gang) and gang.resume(self.rendezvous.result())
 
     def drain(self) -> bool:
-        """Let the router finish open requests and replicas store their pages; return whether all requests finished.
+        """Let routers finish open requests and replicas store their pages; return whether all requests finished.
 
         Pages that are not stored in time are lost, which affects no request.
         """

@@ -27,7 +27,7 @@ class RoleKv:
     tokens_per_request: int
     """Maximum number of tokens in one request, whose pages may be divided over several workers."""
     tokens_per_replica: int
-    """Number of tokens that all DP ranks hold together."""
+    """Number of tokens that all DP ranks hold in total."""
     pool_bytes: int
     host: HostMemory
     gpu: GpuMemory | None = None

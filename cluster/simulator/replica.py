@@ -216,7 +216,7 @@ def _earlier(peer: Peer) -> Peer:
 
 
 class Life:
-    """Heartbeats of a replica as nobody in the cluster can know them."""
+    """Heartbeats of a replica, as only the simulator knows them."""
 
     def __init__(self, env: Environment, machine: str) -> None:
         self._env, self._machine = env, machine

@@ -35,7 +35,7 @@ class AttentiveClock:
     """Time for which an observer could hear its peers, sans I/O.
 
     An observer that was stopped or starved has heard nothing meanwhile. A gap between two of its looks therefore counts
-    for at most ``longest_s``, and a deadline for silence in attentive seconds convicts nobody for the observer's lag.
+    for at most ``longest_s``, so that a peer is not taken for silent because the observer itself was slow.
     """
 
     def __init__(self, longest_s: float) -> None:

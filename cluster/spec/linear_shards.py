@@ -1,4 +1,4 @@
-"""Storage of weights that the CP ranks of a stage hold together, ahead of whose use they are sent. Pure arithmetic."""
+"""Weights that the CP ranks of a stage divide among them and send before each use. Pure arithmetic."""
 
 from dataclasses import dataclass
 

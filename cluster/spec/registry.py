@@ -88,7 +88,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     build: str
     host_endpoint: Endpoint | None = None
     device: str = ""
-    """The device that computes, as people know it."""
+    """Name of the device, for display."""
 
     @property
     def role(self) -> Role:

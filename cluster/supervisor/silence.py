@@ -42,7 +42,7 @@ def restart_after_suspension(cluster: Cluster, now: Now) -> tuple[Cluster, list[
 
 
 def on_table_answered(cluster: Cluster, now: Now) -> Cluster:
-    """Note an answer of the bootstrap service. If it is late, the replicas' silence does not count the delay."""
+    """Record an answer of the bootstrap service. If it is late, the replicas' silence does not count the delay."""
     late_s = max(0.0, now.s - cluster.answered_s - ANSWER_S)
     silent = {
         name: replace(silence, since_s=min(silence.since_s + late_s, now.s)) if is_replica(name) else silence

@@ -52,7 +52,7 @@ class ClusterPhase(StrEnum):
     SERVING = "serving"
     """Requests are accepted, and failed members are restarted."""
     DRAINING = "draining"
-    """The router finishes its open requests; nothing is restarted."""
+    """The routers finish their open requests; nothing is restarted."""
     STOPPING = "stopping"
     KILLING = "killing"
     STOPPED = "stopped"

@@ -132,7 +132,7 @@ class Bodies:
     """Receives the bodies of one process's requests, with limits on size and total memory.
 
     A tenant's bodies may take as much memory as is free (Choudhury and Hahne, "Dynamic Queue Length Thresholds for
-    Shared-Memory Packet Switches", 1998): half of all if they are alone, and there is always room for another tenant.
+    Shared-Memory Packet Switches", 1998): half of all if they are alone, and some is always left for another tenant.
     """
 
     def __init__(self, max_bytes: int) -> None:

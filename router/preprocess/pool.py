@@ -1,4 +1,4 @@
-"""Pool of processes that preprocess bodies, so that no body can hold up the requests of other clients."""
+"""Pool of processes that preprocess bodies, so that no body delays the requests of other clients."""
 
 import asyncio
 import logging
