@@ -25,9 +25,8 @@ GRACE_S = 3.0
 """Time for processes to notice that the driver has died, and to exit by themselves."""
 _KILL_S = 10.0
 _REMOVE_TRIES = 10
-_DISMISS = "dismiss"
 GONE = "the driver ended without a message; it was killed, or its Ray node died"
-"""Message of the guard when the driver has not dismissed it."""
+"""Message of a guard whose driver has ended without killing it."""
 _TRIM_S = 30.0
 _NEW_OBJECTS = 10_000
 """Number of new objects after which the collector looks at them."""
@@ -161,21 +160,17 @@ class Guard:
     def watch(self, session: int) -> None:
         """Register a session whose processes must not outlive the driver."""
         self._sessions.append(session)
-        self._say(str(session))
+        assert self._process.stdin is not None
+        # If the guard was killed, the driver goes on without it.
+        with contextlib.suppress(BrokenPipeError):
+            print(session, file=self._process.stdin, flush=True)
 
     def finish(self, timeout_s: float) -> None:
         """Do the guard's work at an orderly exit: kill the remaining processes and remove the folder."""
         kill_sessions(self._sessions, timeout_s)
         _remove(self._folder)
-        self._say(_DISMISS)
+        self._process.kill()
         self._process.communicate()
-
-    def _say(self, word: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            print(word, file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            return  # the guard was killed; the driver does not depend on it
 
 
 def _remove(folder: Path) -> None:
@@ -188,12 +183,8 @@ def _remove(folder: Path) -> None:
 
 
 def main() -> None:
-    """Wait until the driver has ended; unless it has dismissed the guard, say so and kill the registered sessions."""
-    sessions = []
-    for line in sys.stdin:
-        if line.strip() == _DISMISS:
-            return
-        sessions.append(int(line))
+    """Wait until the driver has ended without killing the guard; say so and kill the registered sessions."""
+    sessions = [int(line) for line in sys.stdin]
     with contextlib.suppress(OSError):  # the terminal is gone as well
         print(f"error: {GONE}", file=sys.stderr, flush=True)
     deadline_s = time.monotonic() + GRACE_S
