@@ -151,7 +151,8 @@ class Guard:
         self._folder = folder
         self._sessions: list[int] = []
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.processes", str(folder)],
+            [sys.executable, "-m", "cluster.processes", str(folder.absolute())],
+            cwd=INSTALL_FOLDER,
             stdin=subprocess.PIPE,
             start_new_session=True,
             text=True,

@@ -32,6 +32,18 @@ def test_an_orderly_exit_needs_no_guard(sign: signal.Signals | None, tmp_path: P
     assert not folder.exists()
 
 
+def test_a_file_in_the_current_folder_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cluster.py").write_text("open('imported', 'w')")
+    monkeypatch.chdir(tmp_path)
+    guard, daemon = Guard(Path("ray")), in_session()
+    guard.watch(daemon.pid)
+    assert guard._process.stdin is not None
+    guard._process.stdin.close()  # as if the driver had been killed
+    assert guard._process.wait(30.0) == 0
+    assert daemon.wait(10.0) == -signal.SIGKILL
+    assert not Path("imported").exists()
+
+
 def test_a_killed_driver_leaves_nothing_behind(tmp_path: Path) -> None:
     folder = tmp_path / "ray"
     folder.mkdir()
