@@ -47,6 +47,7 @@ class Service:
     @property
     def state(self) -> dict[str, object]:
         state: dict[str, object] = {
+            "name": self.share.name,
             "open": self.requests.num_open,
             "waiting": self.gate.num_waiting,
             "draining": self.relay.is_paused,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli import bench, bench_serve, chat, commands, doctor, logs, plan, simulate, up
+from cluster.cli import bench, bench_serve, chat, commands, doctor, logs, plan, simulate, status, up
 from cluster.spec.errors import UserError
 from cluster.spec.version import VERSION
 
@@ -41,7 +41,7 @@ def _options(
 
 app.command("plan")(plan.plan)
 app.command("up")(up.up)
-app.command("status")(commands.status)
+app.command("status")(status.status)
 app.command("logs")(logs.logs)
 app.command("down")(commands.down)
 app.command("drain")(commands.drain)

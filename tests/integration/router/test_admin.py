@@ -159,7 +159,7 @@ def test_load_counts_open_requests(guarded: RouterCluster) -> None:
     ):
         load = guarded.http.get("/admin/load", headers=ADMIN).json()
         guarded.decode.flow.set()
-    assert load["router"] == {"open": 1, "waiting": 0, "draining": False}
+    assert load["router"] == {"name": "router", "open": 1, "waiting": 0, "draining": False}
     assert load["replicas"]["prefill-0"]["open"] == {"num_requests": 1, "num_tokens": 4}
     assert load["replicas"]["decode-0"]["open"] == {"num_requests": 1, "num_tokens": 9}
 

@@ -4,12 +4,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
+from cluster.cli.status import read_figures
 from cluster.spec.registry import RankCoords, ReplicaLoad, SendTimes
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.replica import PHASES
@@ -27,6 +29,18 @@ def test_the_page_is_self_contained(shared: RouterCluster) -> None:
     assert 'fetch("status"' in page.text
 
 
+def test_the_command_line_measures_rates(shared: RouterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared.complete("abc", max_tokens=4)
+    meanwhile = SimpleNamespace(sleep=lambda _: shared.complete("abc", max_tokens=9))
+    monkeypatch.setattr("cluster.cli.status.time", meanwhile)
+    figures = read_figures(shared.url)
+    assert figures is not None
+    assert (figures.prompt_tokens_per_s, figures.output_tokens_per_s) == pytest.approx((4, 9))
+    assert 0 < figures.hit_rate <= 1
+    assert str(figures).startswith("router: 0 open, 0 waiting, 4 prompt tokens/s, 9 output tokens/s, cache hits ")
+    assert read_figures("http://127.0.0.1:9") is None
+
+
 def test_it_reads_topology_totals_and_recent_requests(cluster: RouterCluster) -> None:
     sends = (SendTimes(global_rank=0, num_transfers=1, num_bytes=4096, write_s=0.1),)
     load = ReplicaLoad(free_pages=1, total_pages=4, cached_pages=2, num_running=3, sends=sends)
@@ -38,7 +52,10 @@ def test_it_reads_topology_totals_and_recent_requests(cluster: RouterCluster) ->
     cluster.decode.fails = "no memory"
     cluster.post("/v1/completions", prompt="abc")
     status: Any = cluster.http.get("/status").json()
-    assert (status["model"], status["router"]) == (MODEL, {"open": 0, "waiting": 0, "draining": False})
+    assert (status["model"], status["router"]) == (
+        MODEL,
+        {"name": "router", "open": 0, "waiting": 0, "draining": False},
+    )
     assert status["totals"]["generation_tokens"] == 9
     assert (status["totals"]["kv_bytes"], status["totals"]["parity_mismatches"]) == (4096, 0)
     first, second = status["replicas"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from cluster.cli.commands import num_mismatches
+from cluster.cli.status import read_figures
 from cluster.spec.messages import Submit
 from cluster.spec.sampling import TokenLogprobs
 from tests.fakes.replica import answer_of, logprobs_of
@@ -111,13 +111,19 @@ def test_one_answer_in_a_period_is_recorded_and_probed(probing: RouterCluster) -
     assert after == [before[0] + num_asked * prompt_len, before[1] + num_asked * MAX_TOKENS, before[2]]
 
 
+def mismatches_in_status(cluster: RouterCluster) -> int:
+    figures = read_figures(cluster.url)
+    assert figures is not None
+    return figures.num_mismatches
+
+
 def test_nothing_is_recorded_or_probed_by_default(shared: RouterCluster) -> None:
     shared.complete("hello", max_tokens=MAX_TOKENS)
     assert not is_recorded(shared.last_submit())
     assert not is_probe(shared.last_submit())
     metrics = shared.http.get("/metrics").text
     assert "baton_parity_probes_total{" not in metrics
-    assert num_mismatches(shared.url) == 0
+    assert mismatches_in_status(shared) == 0
     assert "parity_mismatches" not in shared.http.get("/status").json()["router"]
 
 
@@ -131,7 +137,7 @@ def test_a_mismatch_reaches_metrics_status_and_log(
 
     for cluster in run_cluster(folder, parity_probe_s=PERIOD_S):
         assert results(cluster) == {"match": 0, "mismatch": 0, "failed": 0}
-        assert num_mismatches(cluster.url) == 0
+        assert mismatches_in_status(cluster) == 0
         monkeypatch.setattr("tests.fakes.replica.logprobs_of", shifted)
         monkeypatch.setattr("tests.fakes.replica._prompt_logprobs", true_prompt_logprobs)
         request_ids = set()
@@ -140,7 +146,7 @@ def test_a_mismatch_reaches_metrics_status_and_log(
             time.sleep(PERIOD_S / 4)
         assert results(cluster) == {"match": 0, "mismatch": 1, "failed": 0}
         assert cluster.http.get("/status").json()["router"]["parity_mismatches"] == 1
-        assert num_mismatches(cluster.url) == 1
+        assert mismatches_in_status(cluster) == 1
         (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
         assert record.getMessage().startswith(
             "parity mismatch: log-probabilities of 6 tokens after a prompt of 6 differ"

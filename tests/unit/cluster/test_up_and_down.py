@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli import commands
+from cluster.cli import status
 from cluster.cli.main import app
 from cluster.cli.running import Note, RunningCluster
 from cluster.cli.start import check_files, check_model
@@ -227,7 +227,7 @@ def edit_config(folder: Path, key: str, value: object) -> None:
     [(-1, "0 s"), (0.9, "0 s"), (59, "59 s"), (60, "1 min 0 s"), (3725, "1 h 2 min"), (200_000, "2 d 7 h")],
 )
 def test_ages_have_two_units(seconds: float, text: str) -> None:
-    assert commands._age(seconds) == text
+    assert status._age(seconds) == text
 
 
 def test_status_lists_several_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
