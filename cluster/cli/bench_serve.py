@@ -56,13 +56,22 @@ Goodput = Annotated[
         "Repeatable.",
     ),
 ]
-Save = Annotated[
-    typer.FileTextWrite | None,
-    typer.Option(help="JSON file for the report and all requests.", lazy=False, metavar="<path>"),
-]
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written, before anything is measured. Its content stays until then."""
+    try:
+        if path is not None:
+            path.open("ab").close()
+    except OSError as error:
+        raise typer.BadParameter(f"{str(path)!r}: {error.strerror}") from None
+    return path
+
+
+Save = Annotated[Path | None, typer.Option(help="JSON file for the report and all requests.", callback=_writable)]
 TraceOut = Annotated[
-    typer.FileBinaryWrite | None,
-    typer.Option(help="File for a Perfetto trace of the middle request on all ranks.", lazy=False, metavar="<path>"),
+    Path | None,
+    typer.Option(help="File for a Perfetto trace of the middle request on all ranks.", callback=_writable),
 ]
 
 
@@ -101,8 +110,8 @@ def serve(
     report = summarize(records, goals)
     result = {"url": url, "model": served, "workload": workload.title, **dataclasses.asdict(report)}
     if save is not None:
-        json.dump(result | {"requests": [dataclasses.asdict(record) for record in records]}, save)
-        save.write("\n")
+        requests = [dataclasses.asdict(record) for record in records]
+        save.write_text(json.dumps(result | {"requests": requests}) + "\n", encoding="utf-8")
     if as_json:
         print(json.dumps(result))
     else:
@@ -204,12 +213,12 @@ def _progress(num_requests: int) -> Iterator[Callable[[RequestRecord], None]]:
         yield on_progress
 
 
-def _write_trace(url: str, record: RequestRecord, file: typer.FileBinaryWrite) -> None:
+def _write_trace(url: str, record: RequestRecord, path: Path) -> None:
     try:
-        file.write(fetch_trace(url, record))
+        path.write_bytes(fetch_trace(url, record))
     except (httpx.HTTPError, EndpointError) as error:
         fail(f"{url}: {error}")
-    print(f"trace: {file.name}; open it at https://ui.perfetto.dev", file=sys.stderr)
+    print(f"trace: {path}; open it at https://ui.perfetto.dev", file=sys.stderr)
 
 
 def _print_report(title: str, report: Report) -> None:
