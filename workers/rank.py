@@ -166,10 +166,13 @@ def _capture_decode(
 ) -> None:
     """Capture decode steps, or log why they are not captured."""
     if make_capture is not None:
-        runner.capture_decode(spec.config.decode.max_requests, make_capture())
-        _log.info("captured decode steps use %.3g GiB of GPU memory", runner.graph_bytes / GIB)
-    elif reason:
+        reason = runner.capture_decode(spec.config.decode.max_requests, make_capture())
+        if not reason:
+            memory = f", in {runner.graph_bytes / GIB:.3g} GiB of GPU memory" if runner.graph_bytes else ""
+            _log.info("decode steps are captured%s", memory)
+    else:
         runner.why_not_captured = reason
+    if reason:
         _log.info("decode steps are not captured: %s", reason)
 
 

@@ -102,7 +102,7 @@ class Conversation:
 
 
 def _speed(num_tokens: int, first_s: float, total_s: float) -> str:
-    parts = [f"{num_tokens} tokens", f"first after {first_s:.2f} s"]
+    parts = [f"{num_tokens} token{'s' * (num_tokens != 1)}", f"first after {first_s:.2f} s"]
     if num_tokens > 1 and total_s > first_s:
         parts.append(f"then {(num_tokens - 1) / (total_s - first_s):.1f} tokens/s")
     return f"[{', '.join(parts)}]"
@@ -129,6 +129,8 @@ def _loop(conversation: Conversation) -> None:
             case "/clear":
                 conversation.messages.clear()
                 print("New conversation.")
+            case command if command.startswith("/") and command[1:].isalpha():
+                print(f"Unknown command {command}. {_HELP}")
             case _:
                 _answer(conversation, text)
 

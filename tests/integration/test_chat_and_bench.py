@@ -35,11 +35,12 @@ def test_one_message(server: openai_server.FakeServer) -> None:
 
 
 def test_conversation_remembers_until_cleared(server: openai_server.FakeServer) -> None:
-    result = _chat("--url", server.url, typed="one\ntwo\n\n/clear\n/help\nthree\n")
+    result = _chat("--url", server.url, typed="one\ntwo\n\n/clear\n/help\n/reset\nthree\n")
     assert result.exit_code == 0
     assert "fake at" in result.stdout
-    assert result.stdout.count("/clear starts a new conversation") == 2
-    assert re.search(r"> two \n\[1 tokens, first after 0\.\d\d s\]\n", result.stdout), result.stdout
+    assert result.stdout.count("/clear starts a new conversation") == 3
+    assert "Unknown command /reset." in result.stdout
+    assert re.search(r"> two \n\[1 token, first after 0\.\d\d s\]\n", result.stdout), result.stdout
     said = [[message["content"] for message in body["messages"]] for body in server.bodies]
     assert said == [["one"], ["one", "one ", "two"], ["three"]]
 
@@ -171,6 +172,13 @@ def test_a_trace_that_cannot_be_written_is_refused_before_the_run(server: openai
     result = _bench("--url", server.url, "--trace-out", "/nowhere/trace.json")
     assert (result.exit_code, "No such file" in result.stderr) == (2, True)
     assert server.bodies == []
+
+
+def test_a_run_that_fails_keeps_the_report_of_an_earlier_one(tmp_path: Path) -> None:
+    saved = tmp_path / "report.json"
+    saved.write_text("earlier")
+    assert _bench("--url", "http://127.0.0.1:9", "--save", str(saved)).exit_code == 1
+    assert saved.read_text() == "earlier"
 
 
 def _chat(*arguments: str, typed: str = "") -> Result:

@@ -43,17 +43,18 @@ class DecodeGraphs:
         """Number of replayed steps and, by reason, of all other steps."""
         self._model, self._pool, self._backend = model, pool, backend
         self._steps: dict[int, _CapturedStep] = {}
-        self._failure = self._why_not()
+        self.why_none = self._why_not()
+        """Reason why no step is captured. Empty if some are."""
         try:
-            if not self._failure and not self._capture(capture, most_requests):
-                self._failure = "capture failed"
+            if not self.why_none and not self._capture(capture, most_requests):
+                self.why_none = "capture failed"
                 self._steps.clear()
         except BaseException:
             self.drop()
             raise
 
     def drop(self) -> None:
-        self._failure = "dropped"
+        self.why_none = "dropped"
         for step in self._steps.values():
             del step.replay  # An error's traceback may still refer to the step.
         self._steps.clear()
@@ -65,7 +66,7 @@ class DecodeGraphs:
         All DP ranks call this together and choose alike, since ``step.shape`` describes the step on all of them.
         """
         num_requests = max(step.shape.shard_lens)
-        reason = self._failure
+        reason = self.why_none
         if not reason and not step.shape.is_decode:
             reason = "prompt tokens"
         elif not reason and num_requests > max(self._steps):

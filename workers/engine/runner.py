@@ -139,8 +139,9 @@ class ModelRunner:
             if self._groups.is_sampling_rank:
                 draw(logits, [sampling] * num_rows, range(num_rows))
 
-    def capture_decode(self, most_requests: int, capture: Capture) -> None:
-        """Capture decode steps with up to ``most_requests`` requests, and replay them from now on.
+    def capture_decode(self, most_requests: int, capture: Capture) -> str:
+        """Capture decode steps with up to ``most_requests`` requests, and replay them from now on. Return the reason if
+        none can be captured, otherwise an empty string.
 
         Every rank of the replica calls this. The replica must have one stage and no context parallelism.
         """
@@ -152,6 +153,7 @@ class ModelRunner:
         with torch.inference_mode():
             self._graphs = DecodeGraphs(self._model, self._pool, self._backend, most_requests, capture)
         self.graph_bytes = max(device.used_bytes() - used, 0)
+        return self._graphs.why_none
 
     def drop_graphs(self) -> None:
         """Release captured steps, and replay none from now on. Call this before leaving groups whose collectives were
