@@ -52,7 +52,7 @@ Goodput = Annotated[
     list[str] | None,
     typer.Option(
         metavar="LATENCY:MS",
-        help="Count the requests per second whose latency is at most this, as in ttft:2000, tpot:50 or e2el:9000. "
+        help="Report goodput: requests per second within this latency, as in ttft:2000, tpot:50 or e2el:9000. "
         "Repeatable.",
     ),
 ]

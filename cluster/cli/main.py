@@ -23,7 +23,7 @@ def _show_version(given: bool) -> None:
 
 app = typer.Typer(
     name="baton",
-    help="Serve long-context language models: context-parallel prefill, separate decode.",
+    help="Serve LLMs with long prompts: context-parallel prefill, disaggregated from decode.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -54,7 +54,7 @@ class AttentionSetting(StrEnum):
     FLASH_ATTN = "flash_attn"
     """FlashAttention on a GPU, in bf16; Triton where it cannot run."""
     NATIVE = "native"
-    """Baton's own kernels on a CPU, in bf16; includes norms, rotations and gates."""
+    """Baton's own kernels on a CPU; includes norms, rotations and gates."""
     TORCH = "torch"
     """Reference implementation for any device; slow on a GPU, and decode steps are not captured."""
 
@@ -290,9 +290,11 @@ class RouterConfig(Node):
     """Seconds after which an unfinished request fails."""
     parity_probe_s: Annotated[float, Field(ge=0, le=1_000_000, strict=True)] = 0.0
     """Seconds between parity probes, in which a decode replica computes a finished request again without caches and
-    log-probabilities are compared; 0 for none. Requests are probed up to `decode.chunk_tokens` per 4 s of this time."""
+    log-probabilities are compared; 0 for none. The longest probe has `decode.chunk_tokens` tokens per 4 s of this
+    time."""
     drain_s: PositiveSeconds = 20.0
-    """Seconds to wait at shutdown for open requests, and for pages that `hicache` still has to store."""
+    """Seconds to wait, when the cluster or a replica is drained, for open requests and for pages that `hicache` still
+    has to store."""
 
 
 class ResourcesConfig(Node):
