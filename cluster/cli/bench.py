@@ -41,7 +41,7 @@ def cp(
         typer.Option(help="CP mode: with gather, every rank holds all KV; with ring, each holds the pages it owns."),
     ] = CpMode.GATHER,
     shard_linear: Annotated[
-        ShardLinear, typer.Option(help="Storage of query and output projections on CP ranks, as in a deploy file.")
+        ShardLinear, typer.Option(help="Sharding of query and output projections over CP ranks, as in a deploy file.")
     ] = ShardLinear.NONE,
     collectives: Annotated[
         Collectives, typer.Option(help="Transport between ranks: shared memory, or TCP, which overlaps with work.")

@@ -179,8 +179,8 @@ class PrefillConfig(PoolConfig):
     passing: PassingSetting = PassingSetting.AUTO
     """Tensors that ranks pass around the ring: keys and values, or queries; `auto` picks the faster for each step."""
     shard_linear: ShardLinear = ShardLinear.NONE
-    """Storage of query and output projections on CP ranks: with `none`, every rank holds all; with `broadcast`, those
-    of every cp-th layer; with `gather`, a part of each layer's. Ranks send them to each other ahead of use."""
+    """Sharding of query and output projections over CP ranks: with `none`, every rank holds all; with `broadcast`,
+    those of every cp-th layer; with `gather`, a part of each layer's. Ranks send them to each other ahead of use."""
     chunk_tokens: PositiveInt = 8192
     """Maximum number of tokens in one step of each DP rank, over all requests."""
     skip_below_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
