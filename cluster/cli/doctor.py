@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -34,6 +35,8 @@ MOONCAKE_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librd
 ENDPOINT = ("127.0.0.1", 8000)
 _MEASURE_S = 120
 """Maximum time to compile and time the attention backends."""
+_TRIED_BYTES = 64 << 10
+"""Bytes written to find out whether the cache folder can be written."""
 
 
 class Status(StrEnum):
@@ -138,10 +141,14 @@ def check_cache(folder: Path | None = None) -> Finding:
     except UserError as error:
         return Finding("cache", Status.FAIL, str(error), "set BATON_CACHE_DIR")
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest) as file:
+            file.write(bytes(_TRIED_BYTES))
+    except OSError as error:
+        found = f"{nearest} cannot be written: {error.strerror}"
+        return Finding("cache", Status.FAIL, found, "set BATON_CACHE_DIR to another folder")
     free_gib = shutil.disk_usage(nearest).free / GIB
     found = f"{folder}, {free_gib:.1f} GiB free"
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        return Finding("cache", Status.FAIL, f"{nearest} cannot be written", "set BATON_CACHE_DIR to another folder")
     if free_gib < 1:
         return Finding("cache", Status.WARN, found, "free at least 1 GiB, or set BATON_CACHE_DIR to another folder")
     return Finding("cache", Status.OK, found)

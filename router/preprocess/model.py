@@ -1,7 +1,7 @@
 """The served model, as far as requests depend on it."""
 
+import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +14,8 @@ from cluster.spec.errors import UserError
 from cluster.tokenizer import Tokenizer
 from router.message import has_reasoning
 from router.tool_calls.dialects import Dialect, find_dialect
+
+_log = logging.getLogger(__name__)
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(ge=0, le=1)]
@@ -46,8 +48,11 @@ def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
     """Return the defaults in a model's generation_config.json; like vLLM, ignore invalid values and ``do_sample``."""
     allowed: dict[str, Any] = {}
     for name in SamplingDefaults.model_fields.keys() & generation_config.keys():
-        with suppress(ValidationError):
+        try:
             allowed[name] = getattr(SamplingDefaults.model_validate({name: generation_config[name]}), name)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            _log.warning("generation_config.json: %s: ignored %r: %s", name, generation_config[name], reason)
     return SamplingDefaults(**allowed)
 
 

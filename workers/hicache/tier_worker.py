@@ -128,11 +128,11 @@ class TierWorker:
         until_s = since_s + job.timeout_s
         owned = [page for page in job.pages if self._copier.owns(page)]
         if job.kind is TierJobKind.LOOK_UP:
-            found, num_bytes = self._store.look_up(owned, until_s, failures), 0
+            found = self._store.look_up(owned, until_s, failures)
         else:
             use = self._store.fetch if job.kind is TierJobKind.FETCH else self._store.store
             found = use(owned, self._copier.host_page, until_s, failures)
-            num_bytes = sum(self._copier.bytes_of(page) for page, is_done in zip(owned, found, strict=True) if is_done)
+        num_bytes = sum(self._copier.bytes_of(page) for page, is_done in zip(owned, found, strict=True) if is_done)
         outcomes = iter(found)
         return [next(outcomes) if self._copier.owns(page) else True for page in job.pages], num_bytes
 

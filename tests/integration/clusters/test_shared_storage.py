@@ -92,6 +92,8 @@ def check_sharing(cluster: RunningCluster, folder: Path) -> None:
     assert {replica for replica, _ in stored}.isdisjoint(replica for replica, _ in fetched)
     hits = moved(cluster, TierJobKind.FETCH, "baton_tier_tokens_total")
     assert hits == dict.fromkeys(fetched, NUM_PAGES * PAGE_SIZE)
+    found = moved(cluster, TierJobKind.LOOK_UP, "baton_tier_tokens_total")
+    assert {rank: found[rank] for rank in hits} == hits
     assert moved(cluster, TierJobKind.FETCH, "baton_tier_job_seconds_count").keys() == fetched.keys()
     assert not moved(cluster, TierJobKind.FETCH, "baton_tier_open_jobs")
     assert stored_bytes(folder) == [page_bytes] * 2 * NUM_PAGES, "a page is stored twice"

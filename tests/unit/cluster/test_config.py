@@ -300,6 +300,7 @@ def test_schema_describes_every_key() -> None:
 def test_built_in_files_have_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(loader, "BUILT_IN_FOLDERS", [tmp_path / "none", DEPLOY])
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "local-cpu").mkdir()
     for name in ("local-cpu", "local-cpu.yaml"):
         assert load_config(Path(name)) == load_config(DEPLOY / "local-cpu.yaml")
     with pytest.raises(ConfigError) as refused:

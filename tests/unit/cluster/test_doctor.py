@@ -127,7 +127,8 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_cache(folder).found.startswith(f"{folder}, ")
     assert not (tmp_path / "new").exists()
     (tmp_path / "new").touch()
-    assert doctor.check_cache(folder).found == f"{tmp_path}/new cannot be written"
+    assert doctor.check_cache(folder).found == f"{tmp_path}/new cannot be written: Not a directory"
+    assert doctor.check_cache(Path("/proc/cache")).status is Status.FAIL
     monkeypatch.setenv("BATON_CACHE_DIR", "here")
     assert doctor.check_cache().status is Status.FAIL
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))

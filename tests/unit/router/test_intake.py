@@ -40,6 +40,12 @@ def test_a_request_overrides_the_models_defaults() -> None:
     assert sampling_of(defaults_of({"repetition_penalty": 1.1}), repetition_penalty=1.0).repetition_penalty == 1.0
 
 
+def test_invalid_defaults_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert defaults_of({"temperature": "hot", "top_p": 0.5}) == SamplingDefaults(top_p=0.5)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("generation_config.json: temperature: ignored 'hot': ")
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [({}, 40), ({"max_tokens": 60}, 60), ({"max_completion_tokens": 5}, 5), ({"min_tokens": 9}, 40)],
