@@ -106,7 +106,8 @@ def _read_file(path: str | None) -> list[ApiKey]:
         tree: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         return TypeAdapter(list[ApiKey]).validate_python(tree)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"router.api_keys_file: {path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"router.api_keys_file: {path} cannot be read: {reason}") from None
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(step) for step in wrong["loc"]) or "the file"

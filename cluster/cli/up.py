@@ -59,6 +59,7 @@ def up(
     """Start the cluster described by a deploy YAML and keep it running until Ctrl-C or `baton down`."""
     config = load_config(file, overrides(changes or [], model))
     check_environ()
+    _check_keys(config)
     _check_port(config)
     session = LogSession.new(config.name)
     try:
@@ -75,6 +76,13 @@ def up(
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.echo("stopped while starting", err=True)
+
+
+def _check_keys(config: DeployConfig) -> None:
+    """Raise UserError if the API keys cannot be read. Routers read them on this machine, too."""
+    from router.api_keys import read_keys
+
+    read_keys(config.router)
 
 
 def _check_port(config: DeployConfig) -> None:

@@ -9,6 +9,7 @@ from cluster.spec.config import (
     AnyParallel,
     AttentionSetting,
     DeployConfig,
+    Device,
     PrefillConfig,
     TransferBackendName,
     TransferProtocol,
@@ -21,6 +22,8 @@ from cluster.spec.strategy import CpMode, PassingSetting, ShardLinear
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 _LAST_PORT = 65535
+_ON_GPUS = {AttentionSetting.TRITON, AttentionSetting.FLASH_ATTN}
+_ON_CPUS = {AttentionSetting.NATIVE}
 _FLASH_ATTN_PAGE = 256
 """Number that divides every page size of the flash_attn package's kernels."""
 
@@ -107,6 +110,15 @@ def _protocol(config: DeployConfig) -> Iterator[Problem]:
     if backend is not TransferBackendName.MOONCAKE and protocol is not TransferProtocol.TCP:
         allowed = "tcp; rdma needs backend mooncake"
         yield Problem("transfer.protocol", f"got {protocol} with transfer.backend = {backend}; allowed: {allowed}")
+
+
+@_check("the attention backend runs on the device", "resources.attention", "resources.device")
+def _attention(config: DeployConfig) -> Iterator[Problem]:
+    attention, device = config.resources.attention, config.resources.device
+    elsewhere = {Device.CPU: _ON_GPUS, Device.CUDA: _ON_CPUS}[device]
+    if attention in elsewhere:
+        allowed = ", ".join(sorted(each for each in AttentionSetting if each not in elsewhere))
+        yield Problem("resources.attention", f"got {attention} with resources.device = {device}; allowed: {allowed}")
 
 
 @_check("pages have a size that the attention backend reads", "resources.attention", "kv.page_size")

@@ -6,7 +6,7 @@ const AXES = ["dp", "cp", "tp", "pp"];
 const RATE_S = 10, LATENCY_S = 60, KEPT_S = 300;
 const at = id => document.getElementById(id);
 const number = (value, digits = 0) => value.toLocaleString("en", {maximumFractionDigits: digits});
-const duration = seconds => seconds < 1 ? `${number(1000 * seconds)} ms` : seconds < 100 ? `${seconds.toFixed(1)} s` :
+const duration = seconds => seconds < 1 ? `${number(1000 * seconds)} ms` : seconds < 60 ? `${seconds.toFixed(1)} s` :
   seconds < 6000 ? `${number(seconds / 60)} min` : seconds < 172800 ? `${number(seconds / 3600)} h` : `${number(seconds / 86400)} days`;
 
 function make(kind, cls, ...children) {

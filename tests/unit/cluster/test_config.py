@@ -100,8 +100,12 @@ BAD_FILES = {
         ["prefill.shard_linear: got false; allowed: none, broadcast, gather"],
     ),
     "pages that flash_attn does not read": (
-        "resources: {attention: flash_attn}",
+        "resources: {device: cuda, attention: flash_attn}",
         ["kv.page_size: got 64 with resources.attention = flash_attn; allowed: multiples of 256"],
+    ),
+    "attention of another device": (
+        "resources: {device: cpu, attention: triton}",
+        ["resources.attention: got triton with resources.device = cpu; allowed: auto, native, torch"],
     ),
     "projections on decode": (
         "decode: {shard_linear: gather}",

@@ -264,7 +264,7 @@ def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "f.yaml"
     file.write_text("name: shown\nprefill: {replicas: 2, parallel: {cp: 2}}")
-    assert baton("plan", str(file))[1].endswith("\n15 checks pass\n")
+    assert baton("plan", str(file))[1].endswith("\n16 checks pass\n")
     code, out, err = baton("plan", "--verbose", str(file))
     assert (code, err) == (0, "")
     for part in (

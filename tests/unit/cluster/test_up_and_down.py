@@ -92,6 +92,12 @@ def test_an_invalid_timeout_is_refused(given: str, monkeypatch: pytest.MonkeyPat
     assert "--timeout" in result.output
 
 
+def test_keys_that_cannot_be_read_stop_the_start_before_ray(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    result = CliRunner().invoke(app, ["up", "local-cpu", "--set", f"router.api_keys_file={keys}"])
+    assert str(result.exception) == f"router.api_keys_file: {keys} cannot be read: No such file or directory"
+
+
 @pytest.mark.parametrize("command", [["status"], ["drain", "decode-0"]])
 def test_no_running_cluster_is_reported(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
