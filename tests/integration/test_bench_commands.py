@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import cluster.bench.cp
 from cluster.bench.cp import CpBench, CpResult
-from cluster.cli.main import app
+from cluster.cli.app import app
 from tests.readme import ROOT
 from workers.bench.process import WorkerProcess
 

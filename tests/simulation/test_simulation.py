@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli.main import app
+from cluster.cli.app import app
 from cluster.simulator.campaign import Campaign, shrink
 from cluster.simulator.draw import draw_scenario
 from cluster.simulator.scenario import FaultKind, Scenario

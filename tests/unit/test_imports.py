@@ -77,7 +77,7 @@ def test_control_processes_load_neither_torch_nor_ray() -> None:
 
 def test_command_line_loads_nothing_heavy() -> None:
     heavy = {"torch", "ray", "transformers", "numpy", "fastapi", "uvicorn", "huggingface_hub", "zmq"}
-    assert heavy_modules_loaded(["cluster.cli.main"], heavy) == "[]"
+    assert heavy_modules_loaded(["cluster.cli.app", "cluster.cli.main"], heavy) == "[]"
 
 
 def test_workers_on_a_cpu_load_no_gpu_library() -> None:

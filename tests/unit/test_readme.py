@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from cluster.cli.main import app
+from cluster.cli.app import app
 from cluster.spec.config import AnyParallel, DeployConfig
 from tests import readme
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT

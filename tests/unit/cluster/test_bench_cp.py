@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import cluster.bench.cp
 from cluster.bench.cp import CpBench, CpResult, summarize_way
-from cluster.cli.main import app
+from cluster.cli.app import app
 from cluster.machine_memory import MachineMemory
 from cluster.spec.errors import UserError
 from cluster.spec.step_messages import StepShape

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from cluster.cli.main import app
+from cluster.cli.app import app
 from cluster.placement import place
 from cluster.spec.errors import ConfigError
 from tests import manifests

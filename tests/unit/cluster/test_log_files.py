@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster import log_files
+from cluster.cli.app import app
 from cluster.cli.logs import Tails
-from cluster.cli.main import app
 from cluster.log_files import KEPT_SESSIONS, LogSession, cluster_names, open_log, sessions_of
 from cluster.logs import ProcessLog, set_up_logs
 from cluster.spec.config import LogConfig, LogFormat
@@ -113,7 +113,7 @@ def test_a_process_is_chosen_by_replica_or_rank() -> None:
     assert logs("router") == ["router"]
     (error,) = logs("prefill-2")
     assert error.endswith(
-        "'prefill-2' has no log there; allowed: prefill-1, prefill-10, router. Processes on other machines log there."
+        "no log of 'prefill-2'; allowed: prefill-1, prefill-10, router. Processes on other machines log on those."
     )
 
 

@@ -32,10 +32,13 @@ def keys(kind: type[Node] = DeployConfig, path: str = "") -> list[str]:
 def test_the_version_and_a_file_that_hides_a_package(tmp_path: Path) -> None:
     command, env = [sys.executable, "-m", "cluster.cli", "--version"], os.environ | {"PYTHONPATH": str(readme.ROOT)}
     assert subprocess.check_output(command, cwd=tmp_path, env=env, text=True) == f"baton {VERSION}\n"
-    (tmp_path / "router.py").touch()
-    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith(f"{tmp_path / 'router.py'} hides Baton's package 'router': ")
+    for name in ("router", "transfer", "workers"):
+        hiding = tmp_path / f"{name}.py"
+        hiding.write_text("print('imported')")
+        run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert (run.returncode, run.stdout) == (2, "")
+        assert run.stderr.startswith(f"{hiding} hides Baton's package {name!r}: ")
+        hiding.unlink()
 
 
 def test_the_committed_page_is_current() -> None:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import status
-from cluster.cli.main import app
+from cluster.cli.app import app
 from cluster.cli.running import Note, RunningCluster
 from cluster.cli.start import check_files, check_model
 from cluster.cli.stop_signals import StopSignals
