@@ -31,7 +31,8 @@ def first_model(client: httpx.Client) -> str:
     """
     response = client.get("/v1/models")
     if response.status_code != 200:
-        raise EndpointError(f"/v1/models: HTTP {response.status_code}: {error_message(response.text)}")
+        hint = f"; set {API_KEY.name}" if response.status_code == 401 else ""
+        raise EndpointError(f"/v1/models: HTTP {response.status_code}: {error_message(response.text)}{hint}")
     models = response.json()["data"]
     if not models:
         raise EndpointError("/v1/models: the list is empty")

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import httpx
 import typer
@@ -19,6 +19,8 @@ Url = Annotated[
     typer.Option(help="Base URL of the endpoint. Default: the running cluster, or port 8000.", show_default=False),
 ]
 
+_DIM = "\x1b[2m{}\x1b[0m"
+"""Text in a terminal's dim color."""
 _HELP = "Ctrl-C stops an answer, Ctrl-D exits, /clear starts a new conversation, /help shows this."
 
 
@@ -49,6 +51,11 @@ def chat(
         raise typer.Exit(130) from None
 
 
+class Piece(NamedTuple):
+    text: str
+    is_reasoning: bool
+
+
 @dataclass(slots=True)
 class Conversation:
     client: httpx.Client
@@ -59,8 +66,9 @@ class Conversation:
     speed: str = ""
     """Number of tokens of the last answer, time to its first text, and rate of the rest."""
 
-    def ask(self, text: str) -> Generator[str, None, None]:
-        """Yield the answer in pieces as they arrive. The conversation keeps interrupted answers but not failed ones.
+    def ask(self, text: str) -> Generator[Piece, None, None]:
+        """Yield the answer in pieces as they arrive. The conversation keeps interrupted answers, but no failed ones and
+        no reasoning.
 
         Raises:
             EndpointError: the endpoint responded with an error.
@@ -71,13 +79,13 @@ class Conversation:
         self.messages += [question, answer]
         try:
             for piece in self._stream(self.messages[:-1]):
-                answer["content"] += piece
+                answer["content"] += "" if piece.is_reasoning else piece.text
                 yield piece
         except (EndpointError, httpx.HTTPError):
             del self.messages[-2:]
             raise
 
-    def _stream(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+    def _stream(self, messages: list[dict[str, str]]) -> Generator[Piece, None, None]:
         body = {
             "model": self.model,
             "messages": messages,
@@ -95,9 +103,11 @@ class Conversation:
                 event = parse_line(line) or {}
                 num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
                 for choice in event.get("choices", ()):
-                    if piece := choice["delta"].get("content"):
-                        first_s = first_s or time.monotonic()
-                        yield piece
+                    delta = choice["delta"]
+                    for name in ("reasoning", "content"):
+                        if piece := delta.get(name):
+                            first_s = first_s or time.monotonic()
+                            yield Piece(piece, is_reasoning=name == "reasoning")
         self.speed = _speed(num_tokens, (first_s or time.monotonic()) - sent_s, time.monotonic() - sent_s)
 
 
@@ -149,5 +159,6 @@ def _answer(conversation: Conversation, text: str) -> None:
 def _print_answer(conversation: Conversation, text: str) -> None:
     with contextlib.closing(conversation.ask(text)) as answer:
         for piece in answer:
-            print(piece, end="", flush=True)
+            dims = piece.is_reasoning and sys.stdout.isatty()
+            print(_DIM.format(piece.text) if dims else piece.text, end="", flush=True)
     print()

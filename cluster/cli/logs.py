@@ -79,8 +79,9 @@ class Tails:
         """Numbers of bytes read, by inode."""
         if not self._paths():
             known = ", ".join(dict.fromkeys(_names(path)[0] for path in sorted(folder.glob("*.log")))) or "no process"
-            given = f"{process!r} has no log there" if process else "there are no logs"
-            raise UserError(f"{folder}: {given}; allowed: {known}. Processes on other machines log there.")
+            given = f"no log of {process!r}" if process else "no logs"
+            others = "Processes on other machines log on those."
+            raise UserError(f"{folder}: {given}; allowed: {known}. {others}")
 
     def last(self, count: int) -> list[str]:
         """Return the last lines of all selected files."""

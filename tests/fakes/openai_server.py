@@ -15,6 +15,9 @@ TRACE_PATH = "/traces/1"
 CUT = "cut this"
 """Chat message whose stream ends with an error event after the first chunk."""
 
+THINK = "think first"
+"""Chat message whose answer begins with reasoning."""
+
 
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
@@ -69,6 +72,8 @@ class FakeServer(ThreadingHTTPServer):
 
 def _stream(body: dict[str, Any], text: str, num_cached: int) -> Iterator[str]:
     yield ": waiting\n\n"
+    if text == THINK:
+        yield _event({"choices": [{"delta": {"reasoning": "hm ", "reasoning_content": "hm "}, "index": 0}]})
     pieces = text.split(" ") if "messages" in body else ["x"] * body["max_tokens"]
     for index, piece in enumerate(pieces):
         if text == CUT and index:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.bench.workload import Workload
-from cluster.cli.main import app
+from cluster.cli.app import app
 from cluster.cli.running import Note, RunningCluster
 from cluster.processes import process_id
 from cluster.spec.errors import UserError
@@ -43,6 +43,12 @@ def test_conversation_remembers_until_cleared(server: openai_server.FakeServer) 
     assert re.search(r"> two \n\[1 token, first after 0\.\d\d s\]\n", result.stdout), result.stdout
     said = [[message["content"] for message in body["messages"]] for body in server.bodies]
     assert said == [["one"], ["one", "one ", "two"], ["three"]]
+
+
+def test_reasoning_is_shown_and_not_sent_back(server: openai_server.FakeServer) -> None:
+    result = _chat("--url", server.url, typed=f"{openai_server.THINK}\ntwo\n")
+    assert "> hm think first \n" in result.stdout
+    assert [message["content"] for message in server.bodies[-1]["messages"]] == ["think first", "think first ", "two"]
 
 
 def test_a_failed_message_is_reported_and_forgotten(server: openai_server.FakeServer) -> None:

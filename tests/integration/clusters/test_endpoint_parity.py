@@ -81,7 +81,7 @@ def assert_ranks_are_shown(cluster: RunningCluster, name: str) -> None:
     command = [sys.executable, "-m", "cluster.cli", "status", "--cluster", name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    shown = [line.split()[:6] for line in done.stdout.splitlines() if "tcp://" in line]
+    shown = [line.split()[:6] for line in done.stdout.splitlines() if " 127.0.0.1 " in line]
     assert sorted(shown) == sorted(
         [replica, str(record["global_rank"]), *(str(record["coords"][axis]) for axis in ("dp", "cp", "tp", "pp"))]
         for replica, entry in cluster.replicas().items()
