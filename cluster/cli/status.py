@@ -74,7 +74,7 @@ def status(
         console.print(line, markup=False)
     if figures is None:
         return
-    console.print(figures, markup=False)
+    console.print(str(figures), markup=False)
     if figures.num_mismatches:
         count = f"{figures.num_mismatches}; see `baton logs router`"
         console.print(f"mismatches found by parity probes: {count}", markup=False)

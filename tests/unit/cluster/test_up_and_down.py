@@ -98,6 +98,22 @@ def test_keys_that_cannot_be_read_stop_the_start_before_ray(tmp_path: Path) -> N
     assert str(result.exception) == f"router.api_keys_file: {keys} cannot be read: No such file or directory"
 
 
+def test_status_ends_with_the_routers_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    process = process_id(os.getpid())
+    assert process is not None
+    cluster = RunningCluster(name="one", process=process, model="m", logs="", token="", router_url="http://127.0.0.1:9")
+    figures = status.RouterFigures("router", 6, 2, 1024.4, 84.2, 0.345, 1)
+    monkeypatch.setattr(status, "read_figures", lambda _: figures)
+    monkeypatch.setattr(status, "_ask_driver", lambda _: [])
+    with Note(cluster):
+        lines = CliRunner().invoke(app, ["status"]).stdout.splitlines()
+    assert lines[-2:] == [
+        "router: 6 open, 2 waiting, 1,024 prompt tokens/s, 84 output tokens/s, cache hits 34%",
+        "mismatches found by parity probes: 1; see `baton logs router`",
+    ]
+
+
 @pytest.mark.parametrize("command", [["status"], ["drain", "decode-0"]])
 def test_no_running_cluster_is_reported(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
