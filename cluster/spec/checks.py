@@ -22,8 +22,12 @@ from cluster.spec.strategy import CpMode, PassingSetting, ShardLinear
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 _LAST_PORT = 65535
-_ON_GPUS = {AttentionSetting.TRITON, AttentionSetting.FLASH_ATTN}
-_ON_CPUS = {AttentionSetting.NATIVE}
+ATTENTION_DEVICES = {
+    AttentionSetting.NATIVE: Device.CPU,
+    AttentionSetting.TRITON: Device.CUDA,
+    AttentionSetting.FLASH_ATTN: Device.CUDA,
+}
+"""Device of each attention backend that does not run on all."""
 _FLASH_ATTN_PAGE = 256
 """Number that divides every page size of the flash_attn package's kernels."""
 
@@ -115,9 +119,9 @@ def _protocol(config: DeployConfig) -> Iterator[Problem]:
 @_check("the attention backend runs on the device", "resources.attention", "resources.device")
 def _attention(config: DeployConfig) -> Iterator[Problem]:
     attention, device = config.resources.attention, config.resources.device
-    elsewhere = {Device.CPU: _ON_GPUS, Device.CUDA: _ON_CPUS}[device]
-    if attention in elsewhere:
-        allowed = ", ".join(sorted(each for each in AttentionSetting if each not in elsewhere))
+    suitable = sorted(each for each in AttentionSetting if ATTENTION_DEVICES.get(each, device) is device)
+    if attention not in suitable:
+        allowed = ", ".join(suitable)
         yield Problem("resources.attention", f"got {attention} with resources.device = {device}; allowed: {allowed}")
 
 

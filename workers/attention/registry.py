@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from cluster.compilation import CannotCompileError
+from cluster.spec.checks import ATTENTION_DEVICES
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from cluster.spec.kv import KvGroup
@@ -19,7 +20,6 @@ from workers.native.compile import Compiler, find_compilers
 
 class Entry(NamedTuple):
     target: str
-    devices: tuple[str, ...]
     lacks: Set[Feature] = frozenset()
     dtypes: tuple[torch.dtype, ...] | None = None
     """Supported dtypes; None if all are."""
@@ -28,20 +28,17 @@ class Entry(NamedTuple):
 BACKENDS = {
     "flash_attn": Entry(
         "workers.attention.flash_attn_backend:FlashAttention",
-        ("cuda",),
         frozenset({Feature.WIDE_KEYS, Feature.SMALL_MEMORY}),
         dtypes=(torch.bfloat16,),
     ),
     "native": Entry(
         "workers.attention.native_backend:NativeAttention",
-        ("cpu",),
         frozenset({Feature.WINDOW}),
         dtypes=(torch.bfloat16, torch.float32),
     ),
-    "torch": Entry("workers.attention.torch_backend:TorchAttention", ("cpu", "cuda")),
+    "torch": Entry("workers.attention.torch_backend:TorchAttention"),
     "triton": Entry(
         "workers.attention.triton.backend:TritonAttention",
-        ("cuda",),
         frozenset({Feature.WIDE_KEYS, Feature.SMALL_MEMORY}),
     ),
 }
@@ -106,7 +103,8 @@ def choose_backend(
     suitable = {
         name: entry.lacks
         for name, entry in BACKENDS.items()
-        if device.name in entry.devices and (entry.dtypes is None or dtype in entry.dtypes)
+        if ATTENTION_DEVICES.get(AttentionSetting(name), device.name) == device.name
+        and (entry.dtypes is None or dtype in entry.dtypes)
     }
     on = f"on {device.name} in {dtype}".replace("torch.", "")
     if name not in suitable:
