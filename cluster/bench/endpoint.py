@@ -10,7 +10,7 @@ from cluster.spec.env import API_KEY
 
 
 class EndpointError(Exception):
-    """Endpoint error, such as a refusal or an incomplete response, described for the user."""
+    """Endpoint error, such as a status_error or an incomplete response, described for the user."""
 
 
 def key_headers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -23,6 +23,12 @@ def key_headers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key is not None else {}
 
 
+def status_error(response: httpx.Response, prefix: str = "") -> EndpointError:
+    """Return the error of a response with a status other than 200, which has been read."""
+    hint = f"; set {API_KEY.name}" if response.status_code == 401 else ""
+    return EndpointError(f"{prefix}HTTP {response.status_code}: {error_message(response.text)}{hint}")
+
+
 def first_model(client: httpx.Client) -> str:
     """Return the name of the endpoint's first model.
 
@@ -31,8 +37,7 @@ def first_model(client: httpx.Client) -> str:
     """
     response = client.get("/v1/models")
     if response.status_code != 200:
-        hint = f"; set {API_KEY.name}" if response.status_code == 401 else ""
-        raise EndpointError(f"/v1/models: HTTP {response.status_code}: {error_message(response.text)}{hint}")
+        raise status_error(response, "/v1/models: ")
     models = response.json()["data"]
     if not models:
         raise EndpointError("/v1/models: the list is empty")
@@ -47,7 +52,7 @@ def count_tokens(client: httpx.Client, model: str, text: str) -> int:
     """
     response = client.post("/tokenize", json={"model": model, "prompt": text, "add_special_tokens": False})
     if response.status_code != 200:
-        raise EndpointError(f"/tokenize: HTTP {response.status_code}: {error_message(response.text)}")
+        raise status_error(response, "/tokenize: ")
     return int(response.json()["count"])
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from cluster.bench.endpoint import EndpointError, error_message, key_headers, parse_line
+from cluster.bench.endpoint import EndpointError, key_headers, parse_line, status_error
 from cluster.bench.workload import PlannedRequest, Workload
 
 _RUN_SALT = secrets.token_hex(8)
@@ -176,7 +176,7 @@ async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], recor
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             await response.aread()
-            raise EndpointError(f"HTTP {response.status_code}: {error_message(response.text)}")
+            raise status_error(response)
         record.trace_path = response.headers.get("x-baton-trace")
         async for line in response.aiter_lines():
             event = parse_line(line)
@@ -211,7 +211,7 @@ def fetch_trace(url: str, record: RequestRecord) -> bytes:
         raise EndpointError(f"no trace: {record.error or 'this endpoint does not trace requests'}")
     response = httpx.get(f"{url.rstrip('/')}{record.trace_path}", timeout=60.0, headers=key_headers())
     if response.status_code != 200:
-        raise EndpointError(f"no trace: HTTP {response.status_code}: {error_message(response.text)}")
+        raise status_error(response, "no trace: ")
     return response.content
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 import httpx
 import typer
 
-from cluster.bench.endpoint import EndpointError, error_message, first_model, key_headers, parse_line
+from cluster.bench.endpoint import EndpointError, first_model, key_headers, parse_line, status_error
 from cluster.cli.commands import Cluster
 from cluster.cli.running import endpoint_url
 
@@ -98,7 +98,7 @@ class Conversation:
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 response.read()
-                raise EndpointError(f"HTTP {response.status_code}: {error_message(response.text)}")
+                raise status_error(response)
             for line in response.iter_lines():
                 event = parse_line(line) or {}
                 num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
