@@ -165,15 +165,15 @@ def _capture_decode(
     spec: WorkerSpec, runner: ModelRunner, make_capture: Callable[[], Capture] | None, reason: str
 ) -> None:
     """Capture decode steps, or log why they are not captured."""
-    if make_capture is not None:
-        reason = runner.capture_decode(spec.config.decode.max_requests, make_capture())
-        if not reason:
-            memory = f", in {runner.graph_bytes / GIB:.3g} GiB of GPU memory" if runner.graph_bytes else ""
-            _log.info("decode steps are captured%s", memory)
-    else:
+    if make_capture is None:
         runner.why_not_captured = reason
+    else:
+        reason = runner.capture_decode(spec.config.decode.max_requests, make_capture())
     if reason:
         _log.info("decode steps are not captured: %s", reason)
+    elif make_capture is not None:
+        memory = f", in {runner.graph_bytes / GIB:.3g} GiB of GPU memory" if runner.graph_bytes else ""
+        _log.info("decode steps are captured%s", memory)
 
 
 def host_bytes_of(spec: WorkerSpec, layout: PoolLayout) -> int:

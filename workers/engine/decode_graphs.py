@@ -124,7 +124,7 @@ class DecodeGraphs:
             for group in (model.groups.tp, model.groups.dp):
                 group.all_reduce(num_failed)
             if num_failed.item():
-                _log.warning("decode steps are not captured: %s", problem or "another rank cannot capture them")
+                _log.warning("capturing decode steps failed: %s", problem or "another rank cannot capture them")
                 return False
         return True
 

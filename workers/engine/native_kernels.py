@@ -57,9 +57,10 @@ def use_native_products(model: DecoderModel, library: Library) -> None:
         return
     measured = takewhile(lambda num_rows: _is_fast(model.device, library, readable, num_rows), _ROWS)
     most_rows = max((_ROWS[num_rows] for num_rows in measured), default=0)
+    native = NativeProducts(library, most_rows)
     for matrix in readable:
-        matrix.native = NativeProducts(library, most_rows)
-    _log.info("native code multiplies %s rows by weights", "all" if most_rows == sys.maxsize else f"up to {most_rows}")
+        matrix.native = native
+    _log.info("native code multiplies %s rows by weights", "all" if native.takes_all else f"up to {most_rows}")
 
 
 def _is_fast(device: Device, library: Library, matrices: Sequence[PackedMatrix], num_rows: int) -> bool:
