@@ -233,7 +233,7 @@ class OpenChoice:
             phases = phases_of(batch.phases, self.answer.opened_s, now_s)
             self._metrics.on_phases(batch.phases, phases)
             if not request.shares_prompt:
-                self._metrics.on_prompt(len(request.prompt_ids), batch.cached.total, request.known_tokens)
+                self._metrics.on_prompt(request, batch.cached.total)
             self.answer.phases = self.answer.phases or phases
             self.answer.prompt_s = batch.phases.prompt.seconds
         if batch.cached.total:

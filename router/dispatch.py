@@ -271,7 +271,7 @@ class RequestTable:
         self._by_room[room] = request
         submit = request.make_submit(room, placement, shared.room if shared is not None else None, self.me)
         request.submit, request.last_output_s = submit, now_s
-        request.cached_tokens, request.known_tokens = placement.cached_tokens, placement.known_tokens
+        request.cached_tokens, request.known = placement.cached_tokens, placement.known
         request.num_unanswered = 0
         self._move(request, RequestPhase.WAITING, "attempt")
         if submit.prefill is not None:

@@ -118,7 +118,7 @@ class Metrics(Collector):
         self._cache_queries = count("prefix_cache_queries", "Prompt tokens looked up in a cache.")
         self._cache_hits = count("prefix_cache_hits", "Looked-up prompt tokens found in a cache.")
         self._cache_known = count("prefix_cache_known", "Prompt tokens that the router expected in a cache.")
-        self._cache_missed = count("prefix_cache_missed", "Expected prompt tokens that no cache had.")
+        self._cache_missed = count("prefix_cache_missed", "Looked-up prompt tokens that prefill computed.", "reason")
         self.generation_tokens = count("generation_tokens", "Generated tokens.")
         self.skipped = count("prefill_skipped", "Prompts computed by decode (prefill.skip_below_tokens).")
         self.parity_probes = count("parity_probes", "Parity probes (router.parity_probe_s), by result.", "result")
@@ -197,12 +197,18 @@ class Metrics(Collector):
                 self._prompts.observe(prompt_len)
                 self._cache_queries.add(0 if request.page_keys is None else prompt_len)
 
-    def on_prompt(self, prompt_len: int, num_cached: int, num_known: int) -> None:
-        """Count a prompt's cached tokens, and those that the router knew."""
+    def on_prompt(self, request: GenerateRequest, num_cached: int) -> None:
+        """Count a prompt's cached tokens, those that the router knew, and why the others were computed."""
+        num_computed, known = len(request.prompt_ids) - num_cached, request.known
+        self._computed.observe(num_computed)
         self._cache_hits.add(num_cached)
-        self._cache_known.add(num_known)
-        self._cache_missed.add(max(num_known - num_cached, 0))
-        self._computed.observe(prompt_len - num_cached)
+        self._cache_known.add(known.total)
+        if request.page_keys is not None:
+            num_lost = max(known.total - num_cached, 0)
+            num_evicted = max(known.in_memory - num_cached, 0)
+            reasons = {"unknown": num_computed - num_lost, "evicted": num_evicted, "storage": num_lost - num_evicted}
+            for reason, count in reasons.items():
+                self._cache_missed.add(count, reason)
 
     def on_phases(self, times: PhaseTimes, phases: Iterable[Phase]) -> None:
         """Count the phases of one prompt. Waits in prefill and transfers exist only if prefill computed it."""

@@ -16,7 +16,7 @@ from cluster.spec.ids import Peer, Role, Room
 from cluster.spec.worker_spec import ALONE, RouterShare
 from router.directory import Breakers, Directory, Load, LoadBook
 from router.page_index import PageIndex, TierWeights
-from router.request import ANYBODY, GenerateRequest, Placement
+from router.request import ANYBODY, GenerateRequest, KnownTokens, Placement
 
 _MOST_PER_FREE = 4
 """Maximum number of tokens that a tenant may hold for each one that is free: four fifths of all if it is alone."""
@@ -25,7 +25,8 @@ MAX_KNOWN_PAGES = 1 << 22
 """Maximum number of page keys that the router stores for all replicas, at about 100 bytes each."""
 _WEIGHTS = TierWeights(host=0.9, storage=0.6)
 """Page values of the lower tiers: copying from host memory beats computing, but storage may deliver too late."""
-_ALIKE = TierWeights(host=1.0, storage=1.0)
+_ALL_TIERS = TierWeights(host=1.0, storage=1.0)
+_MEMORY = TierWeights(host=1.0)
 MAX_IMBALANCE, MAX_RATIO = 32, 2.0
 """Limits on the difference and ratio of open requests between the busiest and the least busy replica.
 
@@ -182,14 +183,16 @@ class Picker:
         )
         if request.is_probe:
             return Placement(prefill=None, decode=decode.peer)
-        skip_below = self._skip_below_tokens
-        if skip_below and len(request.prompt_ids) - self._cached_for_sure(decode.peer, request) < skip_below:
+        if self._skips_prefill(decode.peer, request):
             return Placement(prefill=None, decode=decode.peer)
         prefill = self._choose(Role.PREFILL, self._with_room(prefills) or prefills, request, room)
-        known_tokens = self._known_tokens(prefill.peer, request) if prefill.cached_tokens else 0
-        return Placement(
-            prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens, known_tokens=known_tokens
-        )
+        known = KnownTokens()
+        if prefill.cached_tokens:
+            total, in_memory = (
+                self._known_tokens(Role.PREFILL, prefill.peer, request, tiers) for tiers in (_ALL_TIERS, _MEMORY)
+            )
+            known = KnownTokens(total, in_memory)
+        return Placement(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens, known=known)
 
     def _choose(self, role: Role, peers: Sequence[Peer], request: GenerateRequest, room: Room) -> Candidate:
         keys = self._keys(role, request)
@@ -233,14 +236,14 @@ class Picker:
 
         return [peer for peer in peers if fits(peer)]
 
-    def _cached_for_sure(self, decode: Peer, request: GenerateRequest) -> int:
-        """Return the number of prompt tokens that decode has cached, except in storage, which may deliver too late."""
-        keys = self._keys(Role.DECODE, request)
-        return int(self.pages.weighted_count(decode, keys, TierWeights(host=1.0)) * self._page_size)
+    def _skips_prefill(self, decode: Peer, request: GenerateRequest) -> bool:
+        """Return whether decode computes the prompt. Pages in storage do not count, since they may come too late."""
+        limit = self._skip_below_tokens
+        return limit > 0 and len(request.prompt_ids) - self._known_tokens(Role.DECODE, decode, request, _MEMORY) < limit
 
-    def _known_tokens(self, prefill: Peer, request: GenerateRequest) -> int:
-        """Return the number of prompt tokens that prefill has in any tier."""
-        return int(self.pages.weighted_count(prefill, self._keys(Role.PREFILL, request), _ALIKE)) * self._page_size
+    def _known_tokens(self, role: Role, peer: Peer, request: GenerateRequest, tiers: TierWeights) -> int:
+        """Return the number of prompt tokens that a replica has in tiers with weight 1."""
+        return int(self.pages.weighted_count(peer, self._keys(role, request), tiers)) * self._page_size
 
     def _keys(self, role: Role, request: GenerateRequest) -> Sequence[bytes]:
         """Return the keys of the prompt's pages that replicas of this role may have cached."""

@@ -21,6 +21,14 @@ ChoiceId = NewType("ChoiceId", int)
 """Id of one choice of one prompt in this router: the room of its first attempt."""
 
 
+class KnownTokens(msgspec.Struct, frozen=True):
+    """Number of prompt tokens that the router expects a replica to find in its caches."""
+
+    total: int = 0
+    in_memory: int = 0
+    """Of these, the leading tokens that are in device or host memory."""
+
+
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The replicas chosen for one attempt of a request."""
 
@@ -29,8 +37,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     decode: Peer
     cached_tokens: int = 0
     """Prompt tokens that prefill is expected to find in its cache, weighted by tier."""
-    known_tokens: int = 0
-    """Prompt tokens that prefill is expected to find in any tier."""
+    known: KnownTokens = KnownTokens()
+    """Prompt tokens that prefill is expected to find."""
 
 
 class RequestPhase(StrEnum):
@@ -100,7 +108,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True
     submit: Submit | None = None
     """Message that started the current attempt; None in phase PENDING."""
     cached_tokens: int = 0
-    known_tokens: int = 0
+    known: KnownTokens = KnownTokens()
     """Prompt tokens that prefill is expected to find in the current attempt; see ``Placement``."""
     output_ids: list[int] = msgspec.field(default_factory=list)
     """Tokens sent to the client, by all attempts."""

@@ -131,7 +131,8 @@ class TestStatusRoutes:
         assert cluster.metric("baton_request_generation_tokens_sum") == 18
         assert cluster.metric("baton_prefix_cache_queries_total") == 4
         assert cluster.metric("baton_prefix_cache_hits_total") == CACHED_TOKENS
-        assert cluster.metric("baton_prefix_cache_missed_total") == 0
+        assert cluster.metric('baton_prefix_cache_missed_total{reason="unknown"}') == 4 - CACHED_TOKENS
+        assert cluster.metric('baton_prefix_cache_missed_total{reason="evicted"}') == 0
         assert cluster.metric("baton_request_prefill_kv_computed_tokens_sum") == 4 - CACHED_TOKENS
         assert cluster.metric("baton_request_inference_time_seconds_count") == 2
         decode_s = cluster.metric("baton_request_decode_time_seconds_sum")

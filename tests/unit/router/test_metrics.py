@@ -23,9 +23,13 @@ from cluster.spec.registry import (
     StepTimes,
     TableSnapshot,
 )
+from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.tiers import JOB_BOUNDS_S, RankTiers, RankWork, StorageFigures, TierJobKind, TierState
-from router.metrics import Counter, Histogram
+from cluster.spec.wire import TokenIds
+from router.metrics import Counter, Histogram, Metrics
+from router.page_index import PromptKeys
+from router.request import GenerateRequest, KnownTokens
 from router.state_metrics import replica_metrics
 from tests.fakes.paged_ranks import record
 from tests.fakes.rank_records import tier_state
@@ -45,6 +49,30 @@ def samples(load: ReplicaLoad, family: str, records: tuple[RankRecord, ...] = RE
     found = [(dict(sample.labels), sample.value) for sample in families[f"baton_{family}"].samples]
     assert all(labels.pop("replica") == entry.replica for labels, _ in found)
     return found
+
+
+@pytest.mark.parametrize(
+    ("known", "num_cached", "missed"),
+    [
+        (KnownTokens(), 0, {"unknown": 100, "evicted": 0, "storage": 0}),
+        (KnownTokens(), 60, {"unknown": 40, "evicted": 0, "storage": 0}),
+        (KnownTokens(80, 80), 80, {"unknown": 20, "evicted": 0, "storage": 0}),
+        (KnownTokens(80, 80), 30, {"unknown": 20, "evicted": 50, "storage": 0}),
+        (KnownTokens(80, 30), 30, {"unknown": 20, "evicted": 0, "storage": 50}),
+        (KnownTokens(80, 30), 10, {"unknown": 20, "evicted": 20, "storage": 50}),
+    ],
+)
+def test_computed_tokens_are_counted_by_why_no_cache_gave_them(
+    known: KnownTokens, num_cached: int, missed: dict[str, float]
+) -> None:
+    prompt, metrics = TokenIds.of(range(100)), Metrics()
+    request = GenerateRequest(
+        prompt_ids=prompt, sampling=Sampling(), stopping=Stopping(max_tokens=1), page_keys=PromptKeys(prompt, 10, "")
+    )
+    request.known = known
+    metrics.on_prompt(request, num_cached)
+    found = {metric.name: metric for metric in metrics.collect()}["baton_prefix_cache_missed"]
+    assert {sample.labels["reason"]: sample.value for sample in found.samples} == missed
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from cluster.spec.worker_spec import router_shares
 from router.directory import Breakers, BreakerState, Directory, LoadBook
 from router.page_index import PromptKeys
 from router.picker import Picker
-from router.request import ANYBODY, GenerateRequest, Placement
+from router.request import ANYBODY, GenerateRequest, KnownTokens, Placement
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
 
 ASK = GenerateRequest(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
@@ -127,8 +127,8 @@ def test_decode_computes_short_prompts_missing_from_its_memory(tier: Tier, *, is
 def test_known_tokens_are_those_of_all_tiers_without_the_last_page(tier: Tier) -> None:
     placement = picked_with_cached_prompt(DeployConfig.model_validate({"kv": {"page_size": 64}}), tier)
     assert placement is not None
-    assert placement.known_tokens == 255 * 64
-    assert (placement.cached_tokens == placement.known_tokens) == (tier is Tier.DEVICE)
+    assert placement.known == KnownTokens(255 * 64, 0 if tier is Tier.STORAGE else 255 * 64)
+    assert (placement.cached_tokens == placement.known.total) == (tier is Tier.DEVICE)
 
 
 def test_a_further_choice_that_is_tried_again_needs_pages_for_its_prompt() -> None:
