@@ -26,7 +26,7 @@ class KnownTokens(msgspec.Struct, frozen=True):
 
     total: int = 0
     in_memory: int = 0
-    """Of these, the leading tokens that are in device or host memory."""
+    """Leading tokens of these that are in device or host memory."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

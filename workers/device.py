@@ -242,6 +242,14 @@ CPU, GPU = CpuDevice(), GpuDevice()
 _DEVICES: dict[torch.device, Device] = {each.torch_device: each for each in (CPU, GPU)}
 
 
+def missing_gpu() -> str | None:
+    """Return the reason why torch cannot use a GPU, or None if it can."""
+    if torch.cuda.is_available():
+        return None
+    build = "has no CUDA" if torch.version.cuda is None else f"is for CUDA {torch.version.cuda} and sees no GPU"
+    return f"torch {torch.__version__} {build}"
+
+
 def open_device(device: config.Device, share: float = 1.0) -> Device:
     """Return the CPU, or make this process's first GPU current and return it.
 
@@ -252,9 +260,8 @@ def open_device(device: config.Device, share: float = 1.0) -> Device:
     """
     if device is config.Device.CPU:
         return CPU
-    if not torch.cuda.is_available():
-        build = "has no CUDA" if torch.version.cuda is None else f"is for CUDA {torch.version.cuda} and sees no GPU"
-        raise UserError(f"resources.device: got cuda, but torch {torch.__version__} {build}; allowed here: cpu")
+    if (missing := missing_gpu()) is not None:
+        raise UserError(f"resources.device: got cuda, but {missing}; allowed here: cpu")
     torch.cuda.set_device(GPU.torch_device)
     GPU.share = share
     torch.cuda.set_per_process_memory_fraction(share, GPU.torch_device)

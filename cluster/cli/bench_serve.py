@@ -116,6 +116,8 @@ def serve(
         print(json.dumps(result))
     else:
         _print_report(f"{served}: {workload.title}", report)
+    if len(records) < len(workload.requests):
+        fail(f"interrupted after {len(records)} of {len(workload.requests)} requests", 130)
     if report.completed == 0:
         fail(f"no request succeeded: {', '.join(report.errors)}")
     if trace_out is not None:
@@ -185,18 +187,28 @@ def _measure(url: str, model: str | None, load: _Load, *, traced: bool) -> tuple
         with httpx.Client(base_url=url, timeout=60.0, headers=key_headers()) as client:
             model = model or first_model(client)
             workload = load.plan(client, model)
-        with _progress(len(workload.requests)) as on_progress:
-            run = run_load(url, model, workload, traced=traced, on_progress=on_progress)
-            return model, workload, asyncio.run(run)
+        return model, workload, _run(url, model, workload, traced=traced)
     except (httpx.HTTPError, httpx.InvalidURL, EndpointError) as error:
         fail(f"{url}: {error}")
     except KeyboardInterrupt:
         fail("interrupted", 130)
 
 
+def _run(url: str, model: str, workload: Workload, *, traced: bool) -> list[RequestRecord]:
+    """Return one record per request in their order or, after Ctrl-C, the records of those that have finished."""
+    finished: list[RequestRecord] = []
+    try:
+        with _progress(len(workload.requests), finished) as on_progress:
+            return asyncio.run(run_load(url, model, workload, traced=traced, on_progress=on_progress))
+    except KeyboardInterrupt:
+        if not finished:
+            raise
+        return finished
+
+
 @contextmanager
-def _progress(num_requests: int) -> Iterator[Callable[[RequestRecord], None]]:
-    """Show finished requests, the rate of output tokens so far, and the remaining time."""
+def _progress(num_requests: int, finished: list[RequestRecord]) -> Iterator[Callable[[RequestRecord], None]]:
+    """Collect finished requests, and show their number, the rate of output tokens so far, and the remaining time."""
     columns = (
         *(TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")),
         *(TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")),
@@ -206,6 +218,7 @@ def _progress(num_requests: int) -> Iterator[Callable[[RequestRecord], None]]:
 
         def on_progress(record: RequestRecord) -> None:
             nonlocal num_tokens
+            finished.append(record)
             num_tokens += record.num_output_tokens
             rate = num_tokens / (time.monotonic() - start_s)
             progress.update(task, advance=1, description=f"{rate:,.0f} output tokens/s")

@@ -171,7 +171,7 @@ def _list(clusters: Sequence[RunningCluster]) -> Table:
 
 def _replicas(snapshot: TableSnapshot) -> Table:
     # Short headers keep the table within 80 columns without truncating names.
-    table = Table("replica", "state", "up", "waiting", "running", "tokens", "free pages", "cached", box=None)
+    table = Table("replica", "state", "up", "waiting", "running", "open tokens", "free pages", "cached pages", box=None)
     for entry in snapshot.replicas:
         load = entry.load
         state = "draining" if load.draining else "ready" if entry.ready else "not ready"

@@ -170,13 +170,13 @@ class RaySystem:
         node_id, options = self._home_options() if bundle is None else _bundle_options(*bundle)
         remote_class: Any = ray.remote(max_restarts=0, max_task_retries=0)(kind)
         handle = remote_class.options(name=name, **options).remote(*args)
-        process = _translated(name, handle.__ray_call__.remote(_process_of).future())
+        process = _translated(title, handle.__ray_call__.remote(_process_of).future())
         return RayActor(name=name, title=title, handle=handle, node_id=node_id, process=process)
 
     def call(self, actor: Actor, method: str, *args: object) -> "Future[Any]":
         assert isinstance(actor, RayActor)
         named = getattr(actor.handle, method).options(name=f"baton {actor.title}")
-        return _translated(actor.name, named.remote(*args).future())
+        return _translated(actor.title, named.remote(*args).future())
 
     def live(self, actors: Sequence[Actor], timeout_s: float) -> bool:
         asked: Future[bool] = Future()
@@ -289,7 +289,7 @@ def _process_of(_: object) -> ProcessId:
     return this_process()
 
 
-def _translated(name: str, theirs: "Future[Any]") -> "Future[Any]":
+def _translated(title: str, theirs: "Future[Any]") -> "Future[Any]":
     """Return a future that raises the actor's own exception, or PeerUnreachableError if its process died."""
     ours: Future[Any] = Future()
 
@@ -298,13 +298,13 @@ def _translated(name: str, theirs: "Future[Any]") -> "Future[Any]":
         if error is None:
             ours.set_result(done.result())
         else:
-            ours.set_exception(_error(name, error))
+            ours.set_exception(_error(title, error))
 
     theirs.add_done_callback(pass_on)
     return ours
 
 
-def _error(name: str, error: BaseException) -> BaseException:
+def _error(title: str, error: BaseException) -> BaseException:
     if isinstance(error, ActorDiedError) and error.args and isinstance(error.args[0], RayTaskError):
         error = error.args[0]  # the constructor raised
     if isinstance(error, RayTaskError):
@@ -312,7 +312,7 @@ def _error(name: str, error: BaseException) -> BaseException:
         if isinstance(cause, Exception):
             cause.add_note(str(error))
             return cause
-        return BatonError(f"{name}: {first_line(error)}")
+        return BatonError(f"{title}: {first_line(error)}")
     if isinstance(error, RayError):
-        return PeerUnreachableError(f"the process of {name} died")
+        return PeerUnreachableError(f"the process of {title} died")
     return error

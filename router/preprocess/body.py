@@ -38,7 +38,7 @@ _PLACEHOLDER = secrets.token_hex(16)
 _OPENING = re.compile(rb"\s*:\s*\[")
 _WORDS = {
     "extra_forbidden": "there is no such field",
-    "too_short": "must have at least {min_length} items",
+    "too_short": "must have {min_length} or more items",
     "too_long": "must have at most {max_length} items",
 }
 """Messages that replace pydantic's, by error type."""
@@ -51,6 +51,8 @@ _NEVER = (
     | {"logprob_start_len", "max_new_tokens", "max_thinking_tokens", "min_new_tokens", "return_logprob"}
     | {"sampling_params", "sampling_seed", "token_ids_logprob", "top_logprobs_num"}
 )
+_OTHER_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+"""Fields of other servers, and what they are called here."""
 _UNLESS_FALSE = (
     {"continue_final_message", "early_stopping", "echo", "return_cached_tokens_details"}
     | {"return_hidden_states", "return_meta_info", "return_prompt_token_ids", "return_routed_experts"}
@@ -190,6 +192,7 @@ def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any,
             continue
         allowed = " or ".join(["null", *map(_json, harmless)])
         allowed += f', or anything with "{switch}": "none"' if switch else ""
+        allowed += f"; use {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
         raise bad_request(f"{name}: not supported, got {_json(value)}; allowed: {allowed}", name, "unsupported")
 
 

@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.progress import Progress
 from typer.testing import CliRunner, Result
 
 from cluster.bench.workload import Workload
@@ -140,6 +142,14 @@ def test_a_goal_that_is_none(given: str) -> None:
     result = CliRunner().invoke(app, ["bench", "serve", "--goodput", given])
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == f"--goodput: got {given!r}; allowed: ttft:MS, tpot:MS, e2el:MS"
+
+
+def test_ctrl_c_reports_what_has_finished(server: openai_server.FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Progress, "update", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    result = _bench("--url", server.url, "--num-requests", "9", "--request-rate", "0.001", "--output-len", "2")
+    assert result.exit_code == 130
+    assert "1 completed, 0 failed" in result.stdout
+    assert result.stderr.endswith("baton bench: interrupted after 1 of 9 requests\n")
 
 
 def test_the_running_cluster_is_found(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cluster.spec.config import AttentionSetting, Device
+from cluster.spec.errors import UserError
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.sampling import Sampling
@@ -17,7 +18,7 @@ from workers.bench.device_limits import GpuTimer, cpu_limits, gpu_limits
 from workers.bench.results import DeviceLimits, EngineResult
 from workers.bench.shapes import SHAPES
 from workers.context_parallel.shard_plan import make_step_shape
-from workers.device import open_device, use_cpu
+from workers.device import missing_gpu, open_device, use_cpu
 from workers.engine.begun_step import BegunStep
 from workers.engine.captures import capture_maker
 from workers.engine.native_kernels import choose_kernels
@@ -87,6 +88,8 @@ class EngineBench:
 
         The format ``auto`` is bf16 on a GPU and fp32 on a CPU.
         """
+        if device is Device.CUDA and (missing := missing_gpu()) is not None:
+            raise UserError(f"--device: got cuda, but {missing}; allowed here: cpu")
         opened = open_device(device)
         use_cpu(1)  # same as a worker's default
         self._name = name

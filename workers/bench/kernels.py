@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from cluster.spec.config import Device
+from cluster.spec.errors import UserError
 from cluster.spec.kv import FULL_ATTENTION, KvGeometry, key_value_group, pages_for
 from workers.attention.interface import AttentionParams, GraphShape
 from workers.attention.runs import Run
@@ -20,7 +21,7 @@ from workers.bench.kernel_case import DTYPE, NUM_EXPERTS, PAGE_SIZE, KernelCase,
 from workers.bench.latent_kernels import latent_cases
 from workers.bench.results import DeviceLimits, KernelResult, Limit
 from workers.bench.shapes import LATENT_SHAPES, SHAPES, BenchShape
-from workers.device import open_device
+from workers.device import missing_gpu, open_device
 from workers.kernels.experts import grouped_matmul, tiles_of
 from workers.memory.page_pool import PagePool
 
@@ -31,6 +32,8 @@ _Batch = Sequence[tuple[int, int]]
 class KernelBench:
     def __init__(self) -> None:
         """Open the GPU. Raises UserError if there is none."""
+        if (missing := missing_gpu()) is not None:
+            raise UserError(f"kernels need a GPU, but {missing}")
         gpu = open_device(Device.CUDA)
         self._device, self._has_fp8 = gpu.torch_device, gpu.multiplies_fp8
         self._timer = GpuTimer(self._device)

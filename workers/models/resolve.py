@@ -29,8 +29,8 @@ def resolve_model(path: str, files: Sequence[str] = EVERYTHING) -> Path:
         try:
             build_recall_checkpoint(folder, variant=Variant(path))
         except OSError as error:
-            where = f"{folder.parent}: {error.strerror or error}"
-            raise UserError(f"BATON_CACHE_DIR: cannot write to {where}; allowed: a folder with free space") from error
+            where = f"{folder.parent}: {error.strerror or error}; allowed: a writable folder with free space"
+            raise UserError(f"BATON_CACHE_DIR: cannot write to {where}") from error
         return folder
     return local_folder(path) or _download(path, files)
 

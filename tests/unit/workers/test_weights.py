@@ -263,7 +263,7 @@ def test_a_cache_folder_that_cannot_be_written_is_one_line(monkeypatch: pytest.M
     with pytest.raises(UserError) as caught:
         resolve_model("recall")
     where = f"{tmp_path}/file/cache: Not a directory"
-    assert str(caught.value) == f"BATON_CACHE_DIR: cannot write to {where}; allowed: a folder with free space"
+    assert str(caught.value) == f"BATON_CACHE_DIR: cannot write to {where}; allowed: a writable folder with free space"
 
 
 def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             resolve_model("recall")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    message = f"BATON_CACHE_DIR: cannot write to {tmp_path}: File too large; allowed: a folder with free space"
+    message = f"BATON_CACHE_DIR: cannot write to {tmp_path}: File too large; allowed: a writable folder with free space"
     assert str(caught.value) == message
     assert [*tmp_path.iterdir()] == []
 
