@@ -97,6 +97,8 @@ class DecodeQueue:
         """
         self._take_fetched(now_s)
         self._forget_kept_promises()
+        if not self._queue:
+            return []
         self._claim_share()
         waiting = self._scheduler.holders.waiting
         preempted = [sequence for sequence in waiting if sequence.room not in self._promised]
