@@ -36,7 +36,8 @@ def render(folder: Path) -> list[Object]:
     assert found.items() >= _BOILERPLATE.items(), folder
     assert found.keys() <= {*_BOILERPLATE, "resources", "configMapGenerator", "patches", "images"}, folder
     objects = [each for name in found["resources"] for each in _resource(folder / name)]
-    objects += [_config_map(folder, each) for each in found.get("configMapGenerator", [])]
+    for given in found.get("configMapGenerator", []):
+        _add_config_map(folder, given, objects)
     for patch in found.get("patches", []):
         _patch(folder, patch, objects)
     for image in found.get("images", []):
@@ -96,6 +97,17 @@ def machines_of(pods: list[Object]) -> list[Machine]:
 
 def _resource(path: Path) -> list[Object]:
     return render(path) if path.is_dir() else list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def _add_config_map(folder: Path, given: Object, objects: list[Object]) -> None:
+    """Add a map, or replace its data."""
+    made, behavior = _config_map(folder, given), given.get("behavior", "create")
+    assert behavior in {"create", "replace"}, given
+    if behavior == "create":
+        objects.append(made)
+    else:
+        (target,) = (each for each in of_kind("ConfigMap", objects) if each["metadata"] == made["metadata"])
+        target["data"] = made["data"]
 
 
 def _config_map(folder: Path, given: Object) -> Object:

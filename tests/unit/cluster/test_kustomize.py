@@ -12,8 +12,11 @@ from tests import manifests, readme
 from tests.manifests import Object, container, groups, the
 
 
-def test_there_is_an_overlay_for_each_kind_of_topology() -> None:
-    assert manifests.OVERLAYS == ["h200-1x8", "h200-2x8-ring", manifests.SCALED, "local-cpu"]
+def test_there_is_an_overlay_for_each_file_for_gpus_and_for_the_demo() -> None:
+    for_gpus = {
+        path.stem for path in (readme.ROOT / "deploy").glob("*.yaml") if path.stem.startswith(("gpu-", "h200-"))
+    }
+    assert set(manifests.OVERLAYS) == for_gpus | {manifests.SCALED, "local-cpu"}
 
 
 @pytest.mark.kubectl
