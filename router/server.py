@@ -153,6 +153,7 @@ class RouterServer:
             limits=KeyLimits(config, self._share, clock),
             keys=self._keys,
             share=self._share,
+            started=self._rendezvous.started,
             parity=parity,
             tracing=self._tracing,
         )

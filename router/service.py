@@ -1,6 +1,5 @@
 """The parts of a router that its HTTP routes use."""
 
-import time
 from dataclasses import dataclass, field
 
 from cluster.spec.config import DeployConfig
@@ -31,12 +30,13 @@ class Service:
     limits: KeyLimits
     keys: KeyRing
     share: RouterShare
+    started: float
+    """Unix time at which the cluster started."""
     parity: ParityProbe | None = None
     """Parity probes; None if there are none."""
     tracing: Tracing | None = None
     """Recorder of spans; None if no collector is configured."""
     overview: Overview = field(default_factory=Overview)
-    created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def max_tokens(self) -> int:

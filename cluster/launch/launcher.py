@@ -5,6 +5,7 @@ its groups, loads the model and registers.
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -18,6 +19,7 @@ from cluster.launch.services import BOOTSTRAP, BootstrapProcess, RouterProcess, 
 from cluster.launch.tools import Tools
 from cluster.launch.waits import LAST_WORDS_S, Capacity, Deadline, await_capacity, labelled
 from cluster.placement import ReplicaPlacement, place
+from cluster.processes import this_process
 from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig, TransferBackendName
 from cluster.spec.errors import BatonError, PeerLostError
@@ -72,7 +74,7 @@ class Launcher:
         self._lost: dict[tuple[str, Incarnation], set[str]] = {}
         """Machines on which a member may still run, because Ray reports a lost machine late."""
         self.rendezvous: Future[Rendezvous] = Future()
-        """Address of the bootstrap service, set once it has started. Restarts do not change it."""
+        """Address of the bootstrap service and more, set once it has started. Restarts do not change it."""
         self._bootstrap_port = 0
         self._port_lock = threading.Lock()
         """Held while a router process picks the port. Once it is known, router processes start in parallel."""
@@ -222,8 +224,9 @@ class Launcher:
             raise
         self._bootstrap_port = urlsplit(url).port or 0
         if not self.rendezvous.done():
-            key = self._tools.channel_key
-            self.rendezvous.set_result(Rendezvous(bootstrap_url=url, token=self._token, channel_key=key))
+            key, started = self._tools.channel_key, time.time() - this_process().age_s
+            meeting = Rendezvous(bootstrap_url=url, token=self._token, channel_key=key, started=started)
+            self.rendezvous.set_result(meeting)
 
     def _start_router(self, share: RouterShare, incarnation: Incarnation, deadline: Deadline) -> None:
         process = RouterProcess(self._tools, incarnation, share, self._config.log)

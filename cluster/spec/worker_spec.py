@@ -1,5 +1,6 @@
 """Startup arguments of worker and router processes."""
 
+import time
 from dataclasses import dataclass, field
 
 from cluster.spec.config import DeployConfig, Pool
@@ -18,13 +19,15 @@ class ChannelKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Addresses of a cluster's control services, and their credentials."""
+    """Addresses of a cluster's control services, their credentials, and the cluster's age."""
 
     bootstrap_url: str
     token: str = field(repr=False)
     """Bearer token of every bootstrap route."""
     channel_key: ChannelKey | None = None
     """Key of all channels; if None, anyone who reaches a process can send to it."""
+    started: float = field(default_factory=time.time)
+    """Unix time at which the cluster started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ def _status(service: Service) -> dict[str, object]:
         "cluster": service.config.name,
         "model": service.model.name,
         "time": time.time(),
-        "started": service.created_s,
+        "started": service.started,
         "router": service.state,
         "totals": metrics.totals() | {"kv_bytes": kv_bytes},
         "latencies": {"ttft": metrics.ttft_s.counts(), "itl": metrics.itl_s.counts()},

@@ -137,7 +137,7 @@ def _card(service: Service) -> dict[str, object]:
     return {
         "id": service.model.name,
         "object": "model",
-        "created": service.created_s,
+        "created": int(service.started),
         "owned_by": "baton",
         "root": service.config.model.path,
         "max_model_len": service.max_tokens,

@@ -20,6 +20,8 @@ from tests.fakes.replica import FakeReplica
 MODEL = "echo"
 CONTEXT = 512
 CACHED_TOKENS = 4
+STARTED = 1_700_000_000.0
+"""Unix time at which the cluster started."""
 
 
 @dataclass
@@ -74,7 +76,7 @@ def config_of(limits: PrefillConfig | None = None, log: LogConfig | None = None,
 
 
 def make_server(folder: Path, table: FakeTable, **router: Any) -> RouterServer:
-    rendezvous = Rendezvous(bootstrap_url="http://nowhere", token="token")
+    rendezvous = Rendezvous(bootstrap_url="http://nowhere", token="token", started=STARTED)
     return RouterServer(config_of(**router), folder, rendezvous, "127.0.0.1", Incarnation(1), watch=table.watch)
 
 

@@ -17,6 +17,7 @@ from cluster.launch.kinds import RouterActor, WorkerActor, service_environ, work
 from cluster.launch.launcher import LOOPBACK, Launcher
 from cluster.launch.waits import Deadline, blame, gather
 from cluster.logs import ProcessLog
+from cluster.processes import this_process
 from cluster.spec.config import DeployConfig, LogConfig, ResourcesConfig, RouterConfig
 from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserError
 from cluster.spec.hicache_config import HicacheConfig
@@ -96,7 +97,7 @@ def test_one_machine_stays_on_loopback_and_several_do_not(machines: list[Machine
     assert launcher.router_url == f"http://{host}:8000"
 
 
-def test_restarted_services_keep_their_ports() -> None:
+def test_restarted_services_keep_their_ports_and_the_age_of_the_cluster() -> None:
     world = World()
     launcher = make_launcher(world)
     launcher.start("bootstrap", ONE)
@@ -104,7 +105,10 @@ def test_restarted_services_keep_their_ports() -> None:
     for name in ("bootstrap", "router"):
         assert launcher.end(name, ONE)
         launcher.start(name, Incarnation(2))
-    assert {meeting.bootstrap_url for meeting in world.rendezvous} == {f"http://{LOOPBACK}:3000"}
+    first, second = world.rendezvous
+    assert first.bootstrap_url == f"http://{LOOPBACK}:3000"
+    assert second == first
+    assert time.time() - first.started == pytest.approx(this_process().age_s, abs=1)
     assert launcher.router_url == f"http://{LOOPBACK}:8000"
 
 
