@@ -127,6 +127,8 @@ class Answer:
 
     def summary(self, outcome: str, ended_s: float) -> "Summary":
         return Summary(
+            id=self.requests[0].request_id,
+            key=self.requests[0].tenant,
             ended=time.time(),
             seconds=ended_s - self.arrived_s,
             prompt_tokens=self.num_prompt_tokens,
@@ -198,6 +200,9 @@ class Answer:
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a finished request."""
 
+    id: str
+    key: str
+    """Name of the API key."""
     ended: float
     """Unix time of the end."""
     seconds: float

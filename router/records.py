@@ -32,7 +32,6 @@ def log_request(
     answer: Answer,
     summary: Summary,
     *,
-    request_id: str,
     caller: str | None,
     traceparent: str,
     error: BaseException | None,
@@ -46,7 +45,7 @@ def log_request(
         "request %s",
         summary.outcome,
         extra=with_facts(
-            request_id=request_id,
+            request_id=summary.id,
             key=caller,
             choice=choices[0] if len(choices) == 1 else None,
             choices=choices if len(choices) > 1 else None,

@@ -157,7 +157,6 @@ def _record(
         log_request(
             answer,
             summary,
-            request_id=arrival.request_id,
             caller=arrival.caller.name if arrival.caller is not None else None,
             traceparent=answer.trace_header.get(TRACEPARENT, _traceparent(arrival)),
             error=error,

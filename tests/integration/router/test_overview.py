@@ -15,7 +15,7 @@ from cluster.cli.status import read_figures
 from cluster.spec.registry import RankCoords, ReplicaLoad, SendTimes
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.replica import PHASES
-from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
+from tests.fakes.router_cluster import MODEL, STARTED, RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
 
@@ -48,7 +48,7 @@ def test_it_reads_topology_totals_and_recent_requests(cluster: RouterCluster) ->
     ranks = tuple(msgspec.structs.replace(record, device="GPU 3") for record in prefill.ranks)
     prefill = msgspec.structs.replace(prefill, ranks=ranks)
     cluster.table.show(table_of(prefill, entry_of(cluster.decode.peer), version=2))
-    cluster.complete("abc", max_tokens=9)
+    done = cluster.complete("abc", max_tokens=9)
     cluster.decode.fails = "no memory"
     cluster.post("/v1/completions", prompt="abc")
     status: Any = cluster.http.get("/status").json()
@@ -56,6 +56,7 @@ def test_it_reads_topology_totals_and_recent_requests(cluster: RouterCluster) ->
         MODEL,
         {"name": "router", "open": 0, "waiting": 0, "draining": False},
     )
+    assert status["started"] == STARTED
     assert status["totals"]["generation_tokens"] == 9
     assert (status["totals"]["kv_bytes"], status["totals"]["parity_mismatches"]) == (4096, 0)
     first, second = status["replicas"]
@@ -73,6 +74,7 @@ def test_it_reads_topology_totals_and_recent_requests(cluster: RouterCluster) ->
     failed, finished = status["recent"]
     assert (failed["outcome"], finished["outcome"]) == ("failed", "finished")
     assert [phase["name"] for phase in failed["phases"]] == ["preprocess", "queue"]
+    assert (f"cmpl-{finished['id']}", finished["key"]) == (done["id"], "anybody")
     assert (finished["prompt_tokens"], finished["num_tokens"]) == (4, 9)
     assert [phase["name"] for phase in finished["phases"]] == PHASES
     assert [phase["replica"] for phase in finished["phases"]] == [None] * 2 + [
