@@ -83,7 +83,7 @@ function latency(name, {bounds}) {
 
 function tiles(now) {
   const {totals} = now;
-  return [tile("open, waiting", `${number(now.router.open)} · ${number(now.router.waiting)}`),
+  return [tile("open requests", number(now.router.open)), tile("waiting", number(now.router.waiting)),
     latency("ttft", now.latencies.ttft), latency("itl", now.latencies.itl),
     tile("answer tokens / s", number(rate("generation_tokens")), "generation_tokens"),
     tile("prompt tokens / s", number(rate("prompt_tokens")), "prompt_tokens"),
@@ -137,24 +137,30 @@ function replica(entry, now) {
 function row(cells, ...more) {
   return make("tr", "", ...cells.map(([text, cls]) => {
     const cell = make("td", cls, String(text));
-    if (cls === "id") cell.title = text;
+    if (cls === "left cut") cell.title = text;
     return cell;
   }), ...more);
 }
 
 function openRow(request) {
   const replicas = [request.prefill, request.decode].filter(Boolean).join(" → ");
-  return row([[request.id, "id"], [request.key, "left"], [request.phase, "left"], [replicas, "left"], [duration(request.age)],
-    [number(request.prompt_tokens)], [number(request.num_tokens)]]);
+  return row([[request.id, "left cut"], [request.key, "left cut"], [request.phase, "left"], [replicas, "left extra"],
+    [duration(request.age)], [number(request.prompt_tokens), "extra"], [number(request.num_tokens)]]);
 }
 
 function finishedRow(record, longest) {
   const parts = record.phases.map(phase => ({
     share: phase.seconds / longest, color: COLORS[phase.name] || "queue",
     title: `${phase.name} ${number(1000 * phase.seconds, 1)} ms${phase.replica ? " · " + phase.replica : ""}`}));
-  const cells = [[new Date(1000 * record.ended).toLocaleTimeString("en-GB")], [number(record.prompt_tokens)],
-    [number(record.num_tokens)], [duration(record.seconds)], [record.outcome, record.outcome === "failed" ? "left bad" : "left"]];
+  const cells = [[new Date(1000 * record.ended).toLocaleTimeString("en-GB")], [record.id, "left cut"], [record.key, "left cut"],
+    [number(record.prompt_tokens), "extra"], [number(record.num_tokens), "extra"], [duration(record.seconds)],
+    [record.outcome, record.outcome === "failed" ? "left bad" : "left"]];
   return row(cells, make("td", "wide", bar(parts)));
+}
+
+function fill(name, rows) {
+  at(name).replaceChildren(...rows);
+  at(name).closest(".card").classList.toggle("empty", !rows.length);
 }
 
 function show(now) {
@@ -167,10 +173,10 @@ function show(now) {
   at("roles").replaceChildren(...["prefill", "decode"].map(role => make("div", "card", make("b", "", role),
     ...now.replicas.filter(entry => entry.role === role).map(entry => replica(entry, now)))));
   at("num-open").textContent = now.open.length < now.num_open ? `the oldest ${now.open.length} of ${now.num_open}` : "";
-  at("open").replaceChildren(...now.open.map(openRow));
+  fill("open", now.open.map(openRow));
   const longest = Math.max(...now.recent.map(record => record.seconds), 1e-3);
   at("longest").textContent = duration(longest);
-  at("requests").replaceChildren(...now.recent.map(record => finishedRow(record, longest)));
+  fill("requests", now.recent.map(record => finishedRow(record, longest)));
 }
 
 function setLoggedIn(isLoggedIn) {
