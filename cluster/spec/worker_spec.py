@@ -19,7 +19,7 @@ class ChannelKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Addresses of a cluster's control services, their credentials, and the cluster's age."""
+    """Addresses of a cluster's control services, their credentials, and the cluster's start."""
 
     bootstrap_url: str
     token: str = field(repr=False)
