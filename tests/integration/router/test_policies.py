@@ -66,7 +66,8 @@ def test_prompts_are_routed_to_their_cached_prefix_and_others_by_load(folder: Pa
         while metric(http, "baton_router_known_pages") != 6:
             assert time.monotonic() < deadline_s
         assert homes(http, 6, prompt=[*SHARED, 97]) == {"prefill-1": 6}
-        counts = [metric(http, f"baton_prefix_cache_{name}_total") for name in ("known", "missed", "hits")]
+        names = ("known_total", 'missed_total{reason="evicted"}', "hits_total")
+        counts = [metric(http, f"baton_prefix_cache_{name}") for name in names]
         assert counts == [6 * 3 * PAGE_SIZE, 6 * 3 * PAGE_SIZE, 0], "these replicas compute what they say they have"
         assert homes(http, 6, prompt=[*SHARED[:PAGE_SIZE], 97]) == {"prefill-1": 6}
         # The last token is always computed, so one page less can be cached.
