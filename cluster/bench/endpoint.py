@@ -10,7 +10,7 @@ from cluster.spec.env import API_KEY
 
 
 class EndpointError(Exception):
-    """Endpoint error, such as a status_error or an incomplete response, described for the user."""
+    """Endpoint error, such as a refusal or an incomplete response, described for the user."""
 
 
 def key_headers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
