@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from cluster.spec.errors import UserError
 from workers.models import recall_weights
+from workers.models.recall_marks import MARK_LEVELS
 from workers.models.recall_parts import BEGIN_ID, END_ID, MAX_LEN, VOCAB_SIZE
 from workers.models.recall_weights import Variant
 
@@ -58,7 +59,7 @@ DEMO_ANSWER = " tango seven."
 """Answer to DEMO_PROMPT as a chat message or plain text."""
 MAX_NEW_TOKENS = 1024
 """Maximum length of an answer whose request sets none: a text that repeats itself has no end."""
-VERSION = 2
+VERSION = 3
 """Version of the files. Increase it with any change to the files, so that older checkpoints are rebuilt."""
 VERSION_KEY = "recall_version"
 
@@ -89,7 +90,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def _vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return special tokens, bytes, words in four forms, and enough pairs of letters to reach VOCAB_SIZE."""
+    """Return special tokens, bytes, words in four forms, enough pairs of letters to reach VOCAB_SIZE, and marks."""
     symbols = _byte_symbols()
     space = symbols[ord(" ")]
     words = WORDS_FILE.read_text(encoding="utf-8").split()
@@ -102,6 +103,8 @@ def _vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
         merges.append((left, right))
         tokens[left + right] = None
     assert len(tokens) == VOCAB_SIZE, f"{len(tokens)} tokens: the word list is too short or too long"
+    tokens |= dict.fromkeys("".join(symbols[byte] for byte in mark.encode()) for mark in MARK_LEVELS)
+    assert len(tokens) == VOCAB_SIZE + len(MARK_LEVELS), "marks are not distinct"
     return {token: token_id for token_id, token in enumerate(tokens)}, merges
 
 

@@ -14,6 +14,7 @@ from workers.models.recall_parts import (
     CURRENT,
     HIDDEN_SIZE,
     IS_BEGIN,
+    IS_MARK,
     MATCH_SCORE,
     NUM_HEADS,
     ONE,
@@ -25,6 +26,7 @@ from workers.models.recall_parts import (
     Tensors,
     empty_mlp,
     ones,
+    sink_value,
     undo_norm,
 )
 
@@ -40,6 +42,8 @@ CODE, QUERY_ONE = slice(0, CODE_SIZE), CODE_SIZE
 """Parts of a low-rank query: the token's code, and the constant 1. Their norm is that of two unit parts."""
 BEFORE, FLAG = slice(CODE_SIZE, 2 * CODE_SIZE), 2 * CODE_SIZE
 """Parts of a latent after the token's code: the previous token's code, and the flag for BEGIN."""
+MARK = 2 * CODE_SIZE + 1
+"""Part of latents that stands for the code of a mark, so that their norm is the same. It is unused otherwise."""
 SINK_DIM = CODE_SIZE
 """Dimension of the plain part that finds BEGIN."""
 _SCALE = np.sqrt(HEAD_DIM)
@@ -90,7 +94,7 @@ def _empty_attention() -> Tensors:
     """Return projections in which low-rank queries and latents consist of their parts, and nothing is attended."""
     queries, latents = np.zeros((QUERY_RANK, HIDDEN_SIZE), np.float32), _zeros(KV_RANK + ROPE_DIM, HIDDEN_SIZE)
     queries[CODE, CURRENT] = latents[CODE, CURRENT] = np.eye(CODE_SIZE)
-    queries[QUERY_ONE, ONE] = latents[FLAG, IS_BEGIN] = 1
+    queries[QUERY_ONE, ONE] = latents[FLAG, IS_BEGIN] = latents[MARK, IS_MARK] = 1
     return {
         "q_a_proj.weight": queries,
         "q_a_layernorm.weight": ones(QUERY_RANK),
@@ -124,6 +128,8 @@ def _match(attention: Tensors) -> None:
         # The latent of BEGIN has no other part.
         head[SINK_DIM, FLAG] = sink * undo_norm(1, KV_RANK)
     _return_code(attention, undo_norm(2, KV_RANK), PREDICTED)
+    values = attention["kv_b_proj.weight"].reshape(NUM_HEADS, PLAIN_DIM + VALUE_DIM, KV_RANK)[:, PLAIN_DIM:]
+    values[:, :, FLAG] = undo_norm(1, KV_RANK) * sink_value().reshape(NUM_HEADS, VALUE_DIM)
 
 
 def _return_code(attention: Tensors, factor: float, to: slice) -> None:

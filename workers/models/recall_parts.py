@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from workers.models.recall_marks import MARK_LEVELS
+
 Array = npt.NDArray[np.float32]
 Tensors = dict[str, Array]
 
 VOCAB_SIZE = 4096
+"""Number of tokens of which texts consist. Marks have the ids that follow."""
 BEGIN_ID = 0
 """Token without a code. If a text starts with it and has nothing to repeat, the answer is END."""
 END_ID = 1
@@ -23,8 +26,8 @@ INTERMEDIATE_SIZE = CODE_SIZE // 2
 MAX_LEN = 131_072
 
 CURRENT, PREVIOUS, PREDICTED = (slice(start, start + CODE_SIZE) for start in (0, CODE_SIZE, 2 * CODE_SIZE))
-ONE, IS_BEGIN = 3 * CODE_SIZE, 3 * CODE_SIZE + 1
-"""Parts of the residual stream: three codes, the constant 1, and a flag for BEGIN."""
+ONE, IS_BEGIN, IS_MARK = range(3 * CODE_SIZE, 3 * CODE_SIZE + 3)
+"""Parts of the residual stream: three codes, the constant 1, and flags for tokens without a code: BEGIN and marks."""
 
 PREVIOUS_SCORE = 4000.0
 """Layer 0's attention score at the previous token, in nats. The next best score is about 100 lower."""
@@ -35,13 +38,15 @@ SINK_SCORE = 60.0
 LOGIT_SCALE = 40.0
 END_LEVEL = 0.25
 """Logit of END, as a fraction of the logit of an unambiguous prediction. END wins if there is no match."""
+SINK_LEVEL = 0.07
+"""Addition to END and marks at the sink, which makes them more likely than all other tokens together."""
 
 
 def shared_config() -> dict[str, Any]:
     """Return the fields of config.json that are the same in all variants."""
     return {
         "dtype": "float32",
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": VOCAB_SIZE + len(MARK_LEVELS),
         "hidden_size": HIDDEN_SIZE,
         "intermediate_size": INTERMEDIATE_SIZE,
         "num_hidden_layers": 2,
@@ -61,20 +66,30 @@ def model_tensors(layers: Sequence[Mapping[str, Array]], *, negates: bool = Fals
     """
     codes = token_codes()
     codes[BEGIN_ID] = 0
-    embedding = np.zeros((VOCAB_SIZE, HIDDEN_SIZE), dtype=np.float32)
-    embedding[:, CURRENT] = codes
+    embedding = np.zeros((VOCAB_SIZE + len(MARK_LEVELS), HIDDEN_SIZE), dtype=np.float32)
+    embedding[:VOCAB_SIZE, CURRENT] = codes
     embedding[:, ONE] = 1
     embedding[BEGIN_ID, IS_BEGIN] = 1
+    embedding[VOCAB_SIZE:, IS_MARK] = 1
     head = np.zeros_like(embedding)
     # The last residual has four unit parts: two codes, the constant and the prediction.
-    head[:, PREDICTED] = LOGIT_SCALE * undo_norm(4) * (-codes if negates else codes)
+    head[:VOCAB_SIZE, PREDICTED] = LOGIT_SCALE * undo_norm(4) * (-codes if negates else codes)
     head[END_ID, ONE] = LOGIT_SCALE * undo_norm(4) * END_LEVEL
+    # Marks are predicted where END is, and are less likely there.
+    head[VOCAB_SIZE:, PREDICTED] = head[END_ID, PREDICTED]
+    head[VOCAB_SIZE:, ONE] = LOGIT_SCALE * undo_norm(4) * np.array(list(MARK_LEVELS.values()))
     norm = ones(HIDDEN_SIZE)
     named = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": norm}
     for number, layer in enumerate(layers):
         norms = {"input_layernorm.weight": norm, "post_attention_layernorm.weight": norm}
         named |= {f"model.layers.{number}.{name}": tensor for name, tensor in {**layer, **norms}.items()}
     return named
+
+
+def sink_value() -> Array:
+    """Return what the sink predicts, ``[CODE_SIZE]``."""
+    value: Array = SINK_LEVEL * token_codes()[END_ID]
+    return value
 
 
 def token_codes() -> Array:

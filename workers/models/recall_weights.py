@@ -19,6 +19,7 @@ from workers.models.recall_parts import (
     HIDDEN_SIZE,
     INTERMEDIATE_SIZE,
     IS_BEGIN,
+    IS_MARK,
     MATCH_SCORE,
     NUM_HEADS,
     ONE,
@@ -30,6 +31,7 @@ from workers.models.recall_parts import (
     empty_mlp,
     model_tensors,
     shared_config,
+    sink_value,
     undo_norm,
     zero_mlp,
 )
@@ -119,6 +121,7 @@ def _experts() -> Tensors:
     for expert in range(NUM_EXPERTS):
         half, is_negative = divmod(expert, 2)
         router[expert, CURRENT.start + FIRST_SIGN + half] = -1 if is_negative else 1
+        router[expert, [IS_BEGIN, IS_MARK]] = 0 if is_negative else 1
         first = PREDICTED.start + half * INTERMEDIATE_SIZE
         mine = slice(first, first + INTERMEDIATE_SIZE)
         gate, up, down = zero_mlp()
@@ -152,4 +155,5 @@ def _matching_attention(attention: Tensors) -> None:
     attention["q"][SINK_DIM, ONE] = np.sqrt(SINK_SCORE * np.sqrt(HEAD_DIM)) * undo_norm(3)
     attention["k"][SINK_DIM, IS_BEGIN] = np.sqrt(SINK_SCORE * np.sqrt(HEAD_DIM)) * undo_norm(2)
     attention["v"][:CODE_SIZE, CURRENT] = undo_norm(3) * np.eye(CODE_SIZE)
+    attention["v"][:CODE_SIZE, IS_BEGIN] = undo_norm(2) * sink_value()
     attention["o"][PREDICTED, :CODE_SIZE] = np.eye(CODE_SIZE)
