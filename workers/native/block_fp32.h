@@ -4,7 +4,8 @@
 // [dim][row]. Both products combine broadcast numbers with contiguous vectors, nothing is summed across lanes, and a
 // block is only converted to fp32. In a small tile, the lanes are dims, and keys and values are read in place.
 // Exponentials are relative to a reference per row that follows the row's largest score with some slack, so that sums
-// are rarely rescaled.
+// are rarely rescaled. A block's terms are added up before they are added to the sums, which keeps rounding errors of
+// long contexts small.
 //
 // Dims are in the order of Pairs. Scores are in powers of two, since queries are scaled when they are read. Strides and
 // offsets are in elements.
@@ -81,11 +82,7 @@ Found found(const Scratch& s, int64_t row, int64_t num_rows) {
 // b and out are panels.
 template <bool kAdd>
 void product(const float* a, int64_t row_stride, int64_t step, const float* b, int64_t n, float* out) {
-  vec x[kRepeated][kColumns];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRepeated; ++r)
-#pragma GCC unroll 3
-    for (int c = 0; c < kColumns; ++c) x[r][c] = kAdd ? at(out + r * kPanel + c * kLanes) : vec{};
+  vec x[kRepeated][kColumns] = {};
   for (int64_t i = 0; i < n; ++i, a += step, b += kPanel) {
     vec y[kColumns];
 #pragma GCC unroll 3
@@ -98,7 +95,10 @@ void product(const float* a, int64_t row_stride, int64_t step, const float* b, i
 #pragma GCC unroll 8
   for (int r = 0; r < kRepeated; ++r)
 #pragma GCC unroll 3
-    for (int c = 0; c < kColumns; ++c) at(out + r * kPanel + c * kLanes) = x[r][c];
+    for (int c = 0; c < kColumns; ++c) {
+      vec& sum = at(out + r * kPanel + c * kLanes);
+      sum = kAdd ? sum + x[r][c] : x[r][c];
+    }
 }
 
 // Set the references of kLanes rows of a panel to their largest scores in this block where these are far above them.
@@ -126,12 +126,12 @@ void weigh_panel(const Scratch& s, int64_t row, const int* seen, int num_keys) {
     }
     rebase_lanes(s.reference + row + c, s.sums + row + c, out + c, s.value_width, top);
     const vec reference = at(s.reference + row + c);
-    vec sum = at(s.sums + row + c);
+    vec sum = {};
     for (int i = 0; i < num_keys; ++i) {
       vec& x = at(s.weights + i * kPanel + c);
       sum += x = exp2<Element>(x - reference);
     }
-    at(s.sums + row + c) = sum;
+    at(s.sums + row + c) += sum;
   }
 }
 
@@ -192,9 +192,7 @@ void weigh(const Scratch& s, int64_t row, int r, int seen, int num_keys) {
 template <int R>
 void add_values(const Scratch& s, float* out, const Block& block, const Block& next, int num_keys) {
   for (int64_t d = 0; d < s.value_dim; d += kPairs, out += R * kPairs) {
-    vec x[2 * R];
-#pragma GCC unroll 16
-    for (int r = 0; r < 2 * R; ++r) x[r] = at(out + r * kLanes);
+    vec x[2 * R] = {};
     for (int i = 0; i < num_keys; ++i) {
       prefetch(next.value[i], d, kPairs);
       const Pairs v = load(block.value[i] + d, s.value_dim - d);
@@ -205,7 +203,7 @@ void add_values(const Scratch& s, float* out, const Block& block, const Block& n
       }
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < 2 * R; ++r) at(out + r * kLanes) = x[r];
+    for (int r = 0; r < 2 * R; ++r) at(out + r * kLanes) += x[r];
   }
 }
 
