@@ -9,7 +9,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cluster.spec.errors import BatonError
+from cluster.spec.errors import BatonError, UserError
 
 ANSWER_TIMEOUT_S = 600.0
 _EXIT_S = 10.0
@@ -97,6 +97,8 @@ def _serve(pipe: Connection, name: str, environ: Mapping[str, str]) -> None:
                     stack.callback(worker.close)
                 else:
                     answer = (True, getattr(worker, method)(*args))
+            except UserError as error:
+                answer = (False, str(error))
             except Exception as error:
                 answer = (False, f"{type(error).__name__}: {error}")
             try:
