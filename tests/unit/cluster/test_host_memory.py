@@ -109,8 +109,8 @@ def test_a_machine_that_lacks_memory_is_refused_with_the_arithmetic() -> None:
     assert not problems_of(f"{TIERS}\nresources: {{machine_memory_gib: 17.9}}")
     assert problems_of(f"{TIERS}\nresources: {{machine_memory_gib: 17}}") == [
         "resources.machine_memory_gib: got 17; allowed: at least 17.87, for 4 prefill workers of 3.59 GiB: "
-        "0.00946 for weights, 0.0781 for activations, 0.5 for pages, 3 for cached pages; 1 decode worker of 3.52 GiB: "
-        "0.00946 for weights, 0.0137 for activations, 0.5 for pages, 3 for cached pages"
+        "0.00949 for weights, 0.0781 for activations, 0.5 for pages, 3 for cached pages; 1 decode worker of 3.52 GiB: "
+        "0.00949 for weights, 0.0137 for activations, 0.5 for pages, 3 for cached pages"
     ]
 
 
