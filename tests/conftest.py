@@ -138,7 +138,7 @@ def _mooncake_missing(items: list[pytest.Item]) -> str | None:
         return f"apt-get install -y {' '.join(packages)}"
     if installed_version("mooncake-transfer-engine-non-cuda") or installed_version("mooncake-transfer-engine"):
         return None
-    return "pip install -c constraints.txt '.[mooncake]'"
+    return "pip install -c constraints.txt -e '.[mooncake]'"
 
 
 def _native_missing(items: list[pytest.Item]) -> str | None:

@@ -114,7 +114,7 @@ def check_mooncake(
 ) -> Finding:
     installed = next(filter(None, map(version or installed_version, MOONCAKE_PACKAGES)), None)
     if installed is None:
-        fix = "for `transfer.backend: mooncake`: .venv/bin/pip install -c constraints.txt '.[mooncake]'"
+        fix = "for `transfer.backend: mooncake`: .venv/bin/pip install -c constraints.txt -e '.[mooncake]'"
         return Finding("mooncake", Status.WARN, "not installed", fix)
     packages = (missing or missing_mooncake_packages)()
     if packages:

@@ -122,7 +122,7 @@ def endpoint_url(url: str | None, name: str | None) -> str:
     if url is not None:
         if name is not None:
             raise UserError("got both --url and --cluster; allowed: one of them")
-        return url
+        return url.rstrip("/").removesuffix("/v1")
     if name is None and not running_clusters():
         return _DEFAULT_URL
     cluster = find_running(name)

@@ -67,9 +67,11 @@ def status(
         console.print(f"ray dashboard: {cluster.ray_dashboard}", markup=False)
     if snapshot is None:
         console.print("the bootstrap service does not respond; it may be starting or restarting")
-    else:
+    elif snapshot.replicas:
         console.print(_replicas(snapshot))
         console.print(_ranks(snapshot))
+    else:
+        console.print("no replica has started yet")
     for line in troubles:
         console.print(line, markup=False)
     if figures is None:
@@ -170,8 +172,9 @@ def _list(clusters: Sequence[RunningCluster]) -> Table:
 
 
 def _replicas(snapshot: TableSnapshot) -> Table:
-    # Short headers keep the table within 80 columns without truncating names.
-    table = Table("replica", "state", "up", "waiting", "running", "open tokens", "free pages", "cached pages", box=None)
+    # Short headers keep the table within 80 columns.
+    headers = ("replica", "state", "up", "waiting", "running", "tokens", "free pages", "cached")
+    table = Table(*headers, box=None, pad_edge=False)
     for entry in snapshot.replicas:
         load = entry.load
         state = "draining" if load.draining else "ready" if entry.ready else "not ready"
@@ -194,7 +197,8 @@ def _age(seconds: float) -> str:
 
 
 def _ranks(snapshot: TableSnapshot) -> Table:
-    table = Table("replica", "rank", "dp", "cp", "tp", "pp", "node", "device", "transfer", box=None)
+    headers = ("replica", "rank", "dp", "cp", "tp", "pp", "node", "device", "transfer")
+    table = Table(*headers, box=None, pad_edge=False)
     for entry in snapshot.replicas:
         for record in entry.ranks:
             ranks = (record.global_rank, record.coords.dp, record.coords.cp, record.coords.tp, record.coords.pp)

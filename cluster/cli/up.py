@@ -1,5 +1,6 @@
 """`baton up`: start a cluster, keep it running, and stop it."""
 
+import errno
 import math
 import os
 import secrets
@@ -67,7 +68,8 @@ def up(
     except UserError:
         raise
     except BatonError as error:
-        typer.echo(f"logs: {session.folder} (baton logs --cluster {config.name})", err=True)
+        if session.folder.exists():
+            typer.echo(f"logs: {session.folder} (baton logs --cluster {config.name})", err=True)
         _explain(error)
         if isinstance(error, SystemLostError):
             # Ray's threads still wait for its daemons, and crash when the interpreter ends.
@@ -91,15 +93,17 @@ def _check_port(config: DeployConfig) -> None:
     try:
         socket.create_server((host, port), family=family).close()
     except OSError as exc:
-        message = f"cannot listen on {host}:{port}: {os.strerror(exc.errno or 0)}; allowed: a free port, or 0 for any"
-        raise ConfigError([Problem("router.port", message)]) from exc
+        is_ours = exc.errno not in (socket.EAI_NONAME, errno.EADDRNOTAVAIL)
+        key, allowed = ("port", "a free port, or 0 for any") if is_ours else ("host", "an address of this machine")
+        reason = str(exc.strerror).partition(" (while")[0]
+        message = f"cannot listen on {host}:{port}: {reason}; allowed: {allowed}"
+        raise ConfigError([Problem(f"router.{key}", message)]) from exc
 
 
 def _run(config: DeployConfig, session: LogSession, address: str | None, worker_logs: bool) -> None:
     from cluster.cli.start import StartProgress
     from cluster.launch.waits import Capacity, await_capacity
 
-    set_up_logs(ProcessLog(process="driver", config=config.log, session=session), to_stderr=False)
     progress = StartProgress()
     signals = StopSignals(lambda name: progress.line(f"{name}: stopping once Ray has started"))
     running = RunningCluster(
@@ -114,6 +118,8 @@ def _run(config: DeployConfig, session: LogSession, address: str | None, worker_
     with Note(running) as note, progress:
         with signals.interrupting():
             model = config.model.path if address else _resolve(config, progress)
+        # A start that is refused until here removes no logs of other starts.
+        set_up_logs(ProcessLog(process="driver", config=config.log, session=session), to_stderr=False)
         progress.stage("ray", "joining" if address else "starting")
         if not address:
             set_for_own_cluster()

@@ -341,7 +341,7 @@ class ResourcesConfig(Node):
 
 
 class LogConfig(Node):
-    """The log that processes write to standard error and that Ray keeps. It never contains prompts, answers or keys."""
+    """The log files of all processes, which `baton logs` shows. They never contain prompts, answers or keys."""
 
     format: LogFormat = LogFormat.TEXT
     """Format of log records: `text`, or `json`, one object per line, with room, replica and request id where known."""

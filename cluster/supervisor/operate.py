@@ -264,8 +264,10 @@ def _why_not_running(cluster: Cluster, name: str) -> str | None:
 
 def _why_needed(cluster: Cluster, name: str) -> str | None:
     role = role_of(ReplicaId(name))
-    is_needed = not _is_served(cluster, role, without=[name])
-    return f"{name}: no other {role} replica takes requests; `baton scale {role}=2` adds one" if is_needed else None
+    if _is_served(cluster, role, without=[name]):
+        return None
+    more = len(_replicas(cluster, role)) + 1
+    return f"{name}: no other {role} replica takes requests; `baton scale {role}={more}` adds one"
 
 
 def _scale_refusal(cluster: Cluster, command: ScaleCommand) -> str | None:

@@ -178,7 +178,8 @@ def test_a_rolling_restart_does_not_take_the_last_one_when_the_other_was_lost_on
     run.step(Tick())
     (answer,) = answers(run.step(Started("decode-0", run.incarnation("decode-0"))))
     assert answer[0] is Outcome.FAILED
-    assert answer[1].startswith("prefill-0: no other prefill replica takes requests;")
+    reason = "prefill-0: no other prefill replica takes requests; `baton scale prefill=3` adds one"
+    assert answer[1] == f"{reason}; not restarted: prefill-0"
     assert run.state("prefill-0") is MemberState.RUNNING
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from cluster.channel import Outbox, draw_key
 from cluster.cli.running import find_running
+from cluster.log_files import sessions_of
 from cluster.spec.messages import Drain
 from tests.fakes.clients import NEEDLE_TOKENS, crowd, streaming_clients
 from tests.fakes.cluster import BATON, RunningCluster, is_ready, listener_pid
@@ -34,6 +35,22 @@ def test_every_process_has_a_log_file_and_a_title(cluster: RunningCluster) -> No
     assert [title.strip(b"\0") for title in titles] == [
         f"ray::baton {name}".encode() for name in ("router", "prefill-0 cp0", "prefill-0 cp1")
     ]
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--model=recall", f"a cluster named '{NAME}' is already running"),
+        ("--model=/nowhere", "model.path: got '/nowhere'"),
+    ],
+)
+def test_a_start_that_is_refused_leaves_all_logs(option: str, said: str) -> None:
+    before = sessions_of(NAME)
+    start = subprocess.run([*BATON, "up", "--set=router.port=0", option], capture_output=True, text=True, timeout=60)
+    assert start.returncode == 2
+    assert said in start.stderr
+    assert sessions_of(NAME) == before
 
 
 @pytest.mark.parametrize(("replica", "rank"), [("decode-0", 0), ("prefill-0", 1)])
