@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {},
     "deepseek_v3": {},
     "deepseek_v32": {"first_k_dense_replace": 0},
-    "glm_moe_dsa": {"indexer_types": ["full", "shared", "shared", "shared"]},
+    "glm_moe_dsa": {"mlp_layer_types": ["sparse"] * 4, "indexer_types": ["full", "shared", "shared", "shared"]},
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
 }
 _, ALL_RANKS, PASS_KV, PASS_Q = KV_WAYS
@@ -99,6 +99,7 @@ COUNTED = [
     Case("deepseek_v32", CP4, dispatch=MoeDispatch.GATHER, collectives=Collectives.TCP),
     Case("deepseek_v32", CP4, PASS_KV, dispatch=MoeDispatch.ALL_TO_ALL),
     Case("deepseek_v32", CP4, PASS_Q, dispatch=MoeDispatch.GATHER),
+    Case("glm_moe_dsa", CP4, PASS_Q, dispatch=MoeDispatch.GATHER),
     Case("deepseek_v32", ParallelConfig(cp=4, moe_dp=4)),
     Case("deepseek_v32", ParallelConfig(cp=2, tp=2, ep=4), dispatch=MoeDispatch.GATHER),
     Case("deepseek_v32", TP4, dispatch=MoeDispatch.GATHER),
@@ -106,10 +107,17 @@ COUNTED = [
 
 
 def received_bytes(engine: LocalEngine) -> dict[str, float]:
-    """Return the bytes that a prefill rank received in the second layer of the last step, on average, by group."""
-    received = [layers[1] for layers in engine.ask(Role.PREFILL, "layer_bytes")]
-    groups = {group for by_group in received for group in by_group}
-    return {group: fmean(by_group.get(group, 0) for by_group in received) for group in groups}
+    """Return the bytes that a prefill rank received in a layer of the last step, on average, by group.
+
+    This is the second layer, as experts of the last one get few tokens, but for CP all layers, as some select no keys.
+    """
+    by_rank = engine.ask(Role.PREFILL, "layer_bytes")
+
+    def received(group: str) -> float:
+        chosen = slice(None) if group == GroupName.ATTN_CP else slice(1, 2)
+        return fmean(layer.get(group, 0) for layers in by_rank for layer in layers[chosen])
+
+    return {group: received(group) for layers in by_rank for layer in layers for group in layer}
 
 
 def traffic_of(case: Case, models: Models) -> TrafficPlan:

@@ -167,6 +167,7 @@ def test_short_prompts(tmp_path: Path, family: str, sizes: dict[str, Any], step:
         ("deepseek_v32", WIDE, SHORT_EXTENDS._replace(prefix_len=448, cp=2, dtype=torch.bfloat16)),
         ("deepseek_v32", WIDE, Step(256, 256, 32, torch.bfloat16)),
         ("deepseek_v32", WIDE, Step(dtype=torch.bfloat16, prefix_len=CHUNK, tp=2)),
+        ("deepseek_v32", {**WIDE, "index_topk": 2048}, Step(dtype=torch.bfloat16, prefix_len=CHUNK)),
         ("deepseek_v32", INDEXED, Step(prefix_len=CHUNK)),
         ("qwen3_moe", EXPERTS, Step()),
         ("qwen3_moe", EXPERTS, Step(dtype=torch.bfloat16)),

@@ -68,7 +68,9 @@ class NativeAttention(TorchSelection):
         key = keys.as_strided((1, 1, 1, keys.shape[3]), (1, 1, 1, dim_stride))
         value = key[..., : out.out.shape[-1]]
         step = max(MOST_SELECTED // selected.shape[1], 1)
-        for first in range(0, len(query), step):
+
+        def attend_from(first: int) -> None:
+            # Tensors of one round are freed before those of the next are made.
             numbers, num_keys = counted(selected[first : first + step])
             entries = offsets.index_select(0, numbers.clamp(min=0).flatten())
             rows = torch.arange(len(numbers))
@@ -76,6 +78,9 @@ class NativeAttention(TorchSelection):
             items[:, 0], items[:, 1], items[:, 2] = first + rows, 1, rows * numbers.shape[1]
             items[:, 4], items[:, 5], items[:, 6] = num_keys, num_keys - 1, 1
             self._library.attend(items[num_keys > 0], entries, 1, query, key, value, *out, scale=scale)
+
+        for first in range(0, len(query), step):
+            attend_from(first)
 
 
 class _NativeStep:

@@ -53,6 +53,8 @@ class ModelShape:
     """FLOPs per visible (query, key) pair in one layer to select keys."""
     index_row_bytes: int = 0
     """Bytes of an indexer's queries per token in one layer, as they are passed."""
+    index_share: float = 1.0
+    """Share of layers that select keys. The others use the keys that a layer before them has selected."""
     weight_bytes: int = 0
     """Bytes of weights that a rank receives for one layer, whatever the step. 0 if every rank stores all weights."""
 
@@ -258,12 +260,12 @@ def received_bytes(plan: ShardPlan, shape: ModelShape, passing: Passing | None =
         return
     if not plan.is_replicated:
         yield others * plan.padded_len * shape.kv_row_bytes
-    is_selected = shape.selects(plan)
-    if passing is Passing.PASS_Q and (prefix or is_selected):
+    selects = shape.index_share * shape.selects(plan)
+    if passing is Passing.PASS_Q and (prefix or selects):
         if not plan.is_replicated:
-            yield others * plan.padded_len * (shape.q_row_bytes + is_selected * shape.index_row_bytes)
-        if is_selected and shape.top_k:
-            yield others * plan.num_tokens * shape.top_k * CANDIDATE_BYTES
+            yield others * plan.padded_len * (shape.q_row_bytes + selects * shape.index_row_bytes)
+        if selects and shape.top_k:
+            yield others * plan.num_tokens * selects * shape.top_k * CANDIDATE_BYTES
         yield others * plan.padded_len * shape.partial_row_bytes
 
 

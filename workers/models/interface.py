@@ -293,6 +293,7 @@ class DecoderConfig:
             top_k=attention.top_k,
             index_flops=sum(layer.index_flops for layer in self.layer_costs) // self.num_layers,
             index_row_bytes=attention.index_row_bytes,
+            index_share=1 - sum(self.shares_selection) / self.num_layers,
             weight_bytes=self.received_bytes(dtype, shards),
             expert_flops=2 * sum(layer.routed for layer in self.layer_costs) // self.num_layers,
             expert_share=self.expert_share,
