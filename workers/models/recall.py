@@ -30,9 +30,11 @@ SPLIT_PATTERN = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"
 
 CHAT_TEMPLATE = """<|begin|>
 {%- if tools -%}
-{{- '<|system|>To call a function, answer {"name": function name, "parameters": its arguments}. Functions:' -}}
+{{- '<|system|>To call a function, answer with its name and parameters as JSON. Functions:' -}}
 {%- for tool in tools -%}
-{{- ' ' + tool['function'] | tojson -}}
+{%- set function = tool['function'] -%}
+{{- ' ' + function['name'] + '(' + (function['parameters'] or {}).get('properties', {}) | join(' ') + ')' -}}
+{{- ': ' + function['description'] if function['description'] -}}
 {%- endfor -%}
 {{- '<|end|>' -}}
 {%- endif -%}

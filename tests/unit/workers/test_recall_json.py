@@ -48,6 +48,11 @@ SCHEMAS: dict[str, Any] = {
     "optional": {"type": "object", "properties": {"a": TEXT, "b": INTEGER}},
     "any object": dict(ANY_OBJECT),
 }
+FUNCTIONS: dict[str, Any] = {
+    "now": {"type": "object", "properties": {}},
+    "weather": {"type": "object", "properties": {"city": TEXT, "unit": {"enum": ["C", "F"]}}, "required": ["city"]},
+    "add": closed(a=NUMBER, b=NUMBER),
+}
 PROMPTS = (
     "Where does Ada live?",
     DEMO_PROMPT,
@@ -68,14 +73,15 @@ class Speaker:
         self._vocab_size: int = model.config.vocab_size
         self.grammars = Grammars(folder, self._vocab_size)
 
-    def valid(self, prompt: str, schema: Any, seeds: Sequence[int]) -> list[bool]:
+    def valid(self, prompt: str, schema: Any, seeds: Sequence[int], tools: Sequence[Any] = ()) -> list[bool]:
         """Return whether the answer of each seed ends and follows the schema."""
-        return [ended and _follows(text, schema) for text, ended in self._answers(prompt, schema, seeds)]
+        turns = [{"role": "user", "content": prompt}]
+        template: Any = self._tokenizer.apply_chat_template
+        prompt_ids = template(turns, tools=[*tools], add_generation_prompt=True, return_dict=False)
+        return [ended and _follows(text, schema) for text, ended in self._answers(prompt_ids, schema, seeds)]
 
     @torch.inference_mode()
-    def _answers(self, prompt: str, schema: Any, seeds: Sequence[int]) -> list[tuple[str, bool]]:
-        turns = [{"role": "user", "content": prompt}]
-        prompt_ids = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    def _answers(self, prompt_ids: list[int], schema: Any, seeds: Sequence[int]) -> list[tuple[str, bool]]:
         draws = [torch.Generator().manual_seed(max(seed, 0)) for seed in seeds]
         states = [self._state(schema) for _ in seeds]
         answers: list[list[int]] = [[] for _ in seeds]
@@ -131,4 +137,18 @@ def test_answers_in_json_end(speaker: Speaker, prompt: str) -> None:
     answers = {name: speaker.valid(prompt, schema, [GREEDY, *SEEDS]) for name, schema in SCHEMAS.items()}
     assert [name for name, (greedy, *_) in answers.items() if not greedy] == []
     shares = {name: sum(sampled) / len(sampled) for name, (_, *sampled) in answers.items()}
+    assert sum(shares.values()) / len(shares) >= MIN_SHARE, shares
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("description", [None, "Return what is asked for."])
+def test_calls_of_functions_end(speaker: Speaker, prompt: str, description: str | None) -> None:
+    shares = {}
+    for name, parameters in FUNCTIONS.items():
+        function = {"name": name, "description": description, "parameters": parameters}
+        call = closed(name={"const": name}, parameters=parameters)
+        tools = [{"type": "function", "function": function}]
+        greedy, *sampled = speaker.valid(prompt, call, [GREEDY, *SEEDS], tools)
+        assert greedy, name
+        shares[name] = sum(sampled) / len(sampled)
     assert sum(shares.values()) / len(shares) >= MIN_SHARE, shares
