@@ -33,10 +33,10 @@ def down(
         float, typer.Option("--timeout", min=0, help="Maximum wait for the cluster to stop, in seconds.")
     ] = 120.0,
 ) -> None:
-    """Drain and stop a cluster that was started on this machine."""
+    """Drain and stop a cluster that was started on this machine. Repeat to stop it immediately."""
     cluster = find_running(name)
     os.kill(cluster.process.pid, signal.SIGTERM)
-    typer.echo(f"{cluster.name}: draining", err=True)
+    typer.echo(f"{cluster.name}: draining and stopping; repeat to stop immediately", err=True)
     if not wait_gone([cluster.process], timeout_s):
         typer.echo(f"{cluster.name}: process {cluster.process.pid} is still running after {timeout_s:g} s", err=True)
         raise typer.Exit(1)

@@ -110,7 +110,7 @@ def find_running(name: str | None) -> RunningCluster:
     if not found:
         raise UserError("no cluster that you started is running on this machine")
     given = "no name" if name is None else repr(name)
-    raise UserError(f"cluster: got {given}; allowed: {', '.join(sorted(found))}")
+    raise UserError(f"--cluster: got {given}; allowed: {', '.join(sorted(found))}")
 
 
 def endpoint_url(url: str | None, name: str | None) -> str:

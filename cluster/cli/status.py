@@ -77,7 +77,7 @@ def status(
     if figures is None:
         return
     console.print(str(figures), markup=False)
-    if figures.num_mismatches:
+    if isinstance(figures, RouterFigures) and figures.num_mismatches:
         count = f"{figures.num_mismatches}; see `baton logs router`"
         console.print(f"mismatches found by parity probes: {count}", markup=False)
 
@@ -93,13 +93,11 @@ def _ask_driver(cluster: RunningCluster) -> list[str]:
     return answer.line.splitlines()
 
 
-def read_figures(router_url: str) -> RouterFigures | None:
-    """Read a router's counts twice. Return None if it does not respond, or wants another API key than the
-    environment's.
-    """
+def read_figures(router_url: str) -> RouterFigures | str:
+    """Read a router's counts twice. Return the reason if it does not give them."""
     import httpx
 
-    from cluster.bench.endpoint import key_headers
+    from cluster.bench.endpoint import key_headers, status_error
 
     def read(client: httpx.Client) -> dict[str, Any]:
         reply: dict[str, Any] = client.get("/status").raise_for_status().json()
@@ -111,8 +109,10 @@ def read_figures(router_url: str) -> RouterFigures | None:
             before = read(client)
             time.sleep(_SAMPLE_S)
             now = read(client)
+    except httpx.HTTPStatusError as error:
+        return str(status_error(error.response, "router: "))
     except httpx.HTTPError:
-        return None
+        return "router: does not respond"
     totals, seconds = now["totals"], max(float(now["time"] - before["time"]), _SAMPLE_S)
 
     def rate(name: str) -> float:
@@ -145,7 +145,7 @@ def _read_table(cluster: RunningCluster) -> TableSnapshot | None:
 
 
 def _json(
-    cluster: RunningCluster, snapshot: TableSnapshot | None, troubles: list[str], figures: RouterFigures | None
+    cluster: RunningCluster, snapshot: TableSnapshot | None, troubles: list[str], figures: RouterFigures | str | None
 ) -> str:
     fields = {
         "name": cluster.name,
@@ -157,7 +157,7 @@ def _json(
         "ray_environ": cluster.ray_environ,
         "ray_dashboard": cluster.ray_dashboard,
         "not_running": troubles,
-        "router": None if figures is None else figures._asdict(),
+        "router": figures._asdict() if isinstance(figures, RouterFigures) else None,
         "table": snapshot,
     }
     return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()

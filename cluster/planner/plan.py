@@ -1,5 +1,6 @@
 """Plan of a deployment: ranks and groups of each replica, KV memory, ports, and checks. Pure."""
 
+import math
 from dataclasses import dataclass
 
 from cluster.planner.memory import KvPlan, kv_plan, memory_wanted, model_problems
@@ -161,13 +162,19 @@ def _checks(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Chec
     return [CheckResult(rule=rule, passed=not failure, detail=failure) for rule, failure in failures.items()]
 
 
+def rounded_up(number: float) -> float:
+    """Return the smallest number of three significant digits that is not below ``number``, which is positive."""
+    unit: float = 10.0 ** (math.floor(math.log10(number)) - 2)
+    return math.ceil(number / unit) * unit
+
+
 def _too_long(config: DeployConfig, model: ModelFacts) -> str:
     """Return the reason why the longest request does not fit; empty if it does."""
     longest = config.model.longest_context(model.config.max_position_embeddings)
     held = kv_plan(config, model).tokens_per_request
     if held >= longest:
         return ""
-    gib = f"{memory_wanted(config, model, longest):.3g}"
+    gib = f"{rounded_up(memory_wanted(config, model, longest)):g}"
     fix = f"set kv.memory_gib to {gib}, or model.max_context to {held}"
     return f"{held} tokens fit, but a request can have {longest}: {fix}"
 

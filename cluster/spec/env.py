@@ -96,7 +96,7 @@ def _secret(name: str, sentence: str) -> EnvVar[str | None]:
 
 TOKEN = _secret("BATON_TOKEN", "Bearer token of the bootstrap service; generated for each cluster by default.")
 ADMIN_KEY = _secret("BATON_ADMIN_KEY", "Key of the router's `/admin` routes; without it they are disabled.")
-API_KEY = _secret("BATON_API_KEY", "API key that `baton chat` and `baton bench` send to the endpoint.")
+API_KEY = _secret("BATON_API_KEY", "API key that `baton chat`, `bench` and `status` send to the endpoint.")
 API_KEYS: EnvVar[tuple[str, ...]] = EnvVar(
     name="BATON_API_KEYS",
     sentence="API keys that the router accepts, besides those in `router.api_keys_file`.",

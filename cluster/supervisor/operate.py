@@ -26,7 +26,8 @@ Step = tuple[Cluster, list[Action]]
 
 def on_command(cluster: Cluster, event: events.CommandReceived, now: Now) -> Step:
     if isinstance(event.command, StatusCommand):
-        return cluster, [events.CommandAnswer(event.number, "\n".join(_troubles(cluster)), Outcome.DONE)]
+        phase = [] if cluster.phase is ClusterPhase.SERVING else [f"the cluster is {cluster.phase}"]
+        return cluster, [events.CommandAnswer(event.number, "\n".join([*phase, *_troubles(cluster)]), Outcome.DONE)]
     if reason := _refusal(cluster, event.command):
         return cluster, [events.CommandAnswer(event.number, reason, Outcome.REFUSED)]
     opened = replace(cluster, open_command=OpenCommand(number=event.number, command=event.command))

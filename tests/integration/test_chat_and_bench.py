@@ -159,7 +159,7 @@ def test_the_running_cluster_is_found(
     notes = {name: _note(name) for name in ("one", "two")}
     with notes["one"] as one, notes["two"]:
         several = _chat("-m", "hello")
-        assert str(several.exception) == "cluster: got no name; allowed: one, two"
+        assert str(several.exception) == "--cluster: got no name; allowed: one, two"
         starting = _chat("-m", "hello", "--cluster", "one")
         assert str(starting.exception) == "one is still starting; `baton status` shows its state"
         one.update(router_url=server.url)

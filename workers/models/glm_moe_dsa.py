@@ -37,5 +37,6 @@ def _indexer_types(hf: HfConfig) -> Sequence[str]:
         return list(types)
     if (pattern := hf.get("index_topk_pattern")) is not None:
         return [_LETTERS.get(each, each) for each in pattern]
-    every, offset = hf.positive("index_topk_freq", 1), hf.get("index_skip_topk_offset", 2)
+    every = hf.positive("index_topk_freq", 1)
+    offset = 2 if hf.get("index_skip_topk_offset") is None else hf.count("index_skip_topk_offset")
     return ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(hf.num_layers)]

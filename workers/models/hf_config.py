@@ -142,24 +142,35 @@ def read_rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> Ro
     """
     given = {key: value for key, value in _given_settings(raw).items() if value is not None}
     rope_type = _checked_type(given)
-    original_len = raw.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-    original_len = int(original_len or max_position_embeddings)
-    factor = given.get("factor", max_position_embeddings / original_len if rope_type == "yarn" else 1.0)
+    outer = {key: raw[key] for key in ("original_max_position_embeddings", "rope_theta") if raw.get(key)}
+    original_len = int(_number({**given, **outer}, "original_max_position_embeddings", max_position_embeddings))
+    factor = max_position_embeddings / original_len if rope_type == "yarn" else 1.0
+    nonzero = {key: value for key, value in given.items() if value}  # transformers takes these zeros for missing values
     return RopeConfig(
         rope_type=rope_type,
-        theta=float(given.get("rope_theta", raw.get("rope_theta") or 10_000.0)),
+        theta=_number({**outer, **given}, "rope_theta", 10_000.0, above=1),
         max_position_embeddings=max_position_embeddings,
         original_max_position_embeddings=original_len,
-        factor=float(factor),
-        low_freq_factor=float(given.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(given.get("high_freq_factor", 4.0)),
-        attention_factor=given.get("attention_factor"),
-        beta_fast=float(given.get("beta_fast") or 32.0),
-        beta_slow=float(given.get("beta_slow") or 1.0),
-        mscale=given.get("mscale"),
-        mscale_all_dim=given.get("mscale_all_dim"),
+        factor=_number(given, "factor", factor),
+        low_freq_factor=_number(given, "low_freq_factor", 1.0),
+        high_freq_factor=_number(given, "high_freq_factor", 4.0),
+        attention_factor=_number(given, "attention_factor", 0.0) or None,
+        beta_fast=_number(nonzero, "beta_fast", 32.0),
+        beta_slow=_number(nonzero, "beta_slow", 1.0),
+        mscale=_number(nonzero, "mscale", 0.0) or None,
+        mscale_all_dim=_number(nonzero, "mscale_all_dim", 0.0) or None,
         truncate=bool(given.get("truncate", True)),
     )
+
+
+def _number(given: Mapping[str, Any], key: str, default: float, above: float = 0) -> float:
+    """Return a number, which must be above ``above`` if it is given."""
+    if key not in given:
+        return default
+    value = given[key]
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= above:
+        raise UnsupportedModelError(f"config.json must give {key} as a number above {above}, but gives {value!r}")
+    return float(value)
 
 
 def _given_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 
-from cluster.cli.status import read_figures
+from cluster.cli.status import RouterFigures, read_figures
 from cluster.spec.registry import RankCoords, ReplicaLoad, SendTimes
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.replica import PHASES
@@ -34,11 +34,11 @@ def test_the_command_line_measures_rates(shared: RouterCluster, monkeypatch: pyt
     meanwhile = SimpleNamespace(sleep=lambda _: shared.complete("abc", max_tokens=9))
     monkeypatch.setattr("cluster.cli.status.time", meanwhile)
     figures = read_figures(shared.url)
-    assert figures is not None
+    assert isinstance(figures, RouterFigures)
     assert (figures.prompt_tokens_per_s, figures.output_tokens_per_s) == pytest.approx((4, 9))
     assert 0 < figures.hit_rate <= 1
     assert str(figures).startswith("router: 0 open, 0 waiting, 4 prompt tokens/s, 9 output tokens/s, cache hits ")
-    assert read_figures("http://127.0.0.1:9") is None
+    assert read_figures("http://127.0.0.1:9") == "router: does not respond"
 
 
 def test_it_reads_topology_totals_and_recent_requests(cluster: RouterCluster) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from cluster.cli.status import read_figures
+from cluster.cli.status import RouterFigures, read_figures
 from cluster.spec.messages import Submit
 from cluster.spec.sampling import TokenLogprobs
 from tests.fakes.replica import answer_of, logprobs_of
@@ -113,7 +113,7 @@ def test_one_answer_in_a_period_is_recorded_and_probed(probing: RouterCluster) -
 
 def mismatches_in_status(cluster: RouterCluster) -> int:
     figures = read_figures(cluster.url)
-    assert figures is not None
+    assert isinstance(figures, RouterFigures)
     return figures.num_mismatches
 
 

@@ -138,9 +138,9 @@ def test_pool_too_small_for_the_longest_request_fails_its_check(model_folder: Pa
     plan = plan_of(f"model: {{path: {model_folder}}}")
     assert failed(plan) == {
         "every replica holds the longest request": "9280 tokens fit, but a request can have 40960: "
-        "set kv.memory_gib to 4.38, or model.max_context to 9280"
+        "set kv.memory_gib to 4.39, or model.max_context to 9280"
     }
-    text = f"model: {{path: {model_folder}}}\nkv: {{memory_gib: 4.3818359375}}"
+    text = f"model: {{path: {model_folder}}}\nkv: {{memory_gib: 4.39}}"
     assert failed(plan_of(text)) == {}
     assert failed(plan_of(f"model: {{path: {model_folder}, max_context: 9280}}")) == {}
 
@@ -160,13 +160,13 @@ def test_context_per_replica_grows_with_the_ranks_of_a_ring(model_folder: Path) 
     assert ring.kv.roles[Role.PREFILL].tokens_per_replica == 4 * 9280
     assert failed(gather) == {
         "every replica holds the longest request": "9280 tokens fit, but a request can have 40960: "
-        "set kv.memory_gib to 4.38, or model.max_context to 9280"
+        "set kv.memory_gib to 4.39, or model.max_context to 9280"
     }
     assert failed(ring) == {
         "every replica holds the longest request": "37120 tokens fit, but a request can have 40960: "
-        "set kv.memory_gib to 1.1, or model.max_context to 37120"
+        "set kv.memory_gib to 1.11, or model.max_context to 37120"
     }
-    assert failed(plan_of(f"{text % 'ring'}\n        kv: {{memory_gib: 1.102}}")) == {}
+    assert failed(plan_of(f"{text % 'ring'}\n        kv: {{memory_gib: 1.11}}")) == {}
 
 
 def test_ranks_with_requests_of_their_own_hold_more_tokens_but_no_longer_request(model_folder: Path) -> None:

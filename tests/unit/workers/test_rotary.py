@@ -133,6 +133,13 @@ def test_yarn_without_factor_takes_the_ratio_of_lengths() -> None:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor", "high_freq_factor"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["flat", "full_attention"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"rope_theta": 1}, ["rope_theta", "above 1", "1"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, ["factor", "above 0", "0"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": "1.0"}}, ["mscale", "'1.0'"]),
+        (
+            {"original_max_position_embeddings": -5, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            ["original_max_position_embeddings", "-5"],
+        ),
     ],
 )
 def test_unsupported_settings_are_refused_with_a_reason(raw: dict[str, Any], words: list[str]) -> None:
