@@ -29,6 +29,7 @@ SPLIT_PATTERN = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"
 """Pattern that matches a word, digit or sign with an optional leading space, or other whitespace."""
 
 CHAT_TEMPLATE = """<|begin|>
+{#- Calls are {"name": function name, "parameters": its arguments}. Prompts show no JSON, as it would be repeated. -#}
 {%- if tools -%}
 {{- '<|system|>To call a function, answer with its name and parameters as JSON. Functions:' -}}
 {%- for tool in tools -%}

@@ -223,7 +223,11 @@ def test_template(tokenizer: PreTrainedTokenizerBase, roles: str, generation: bo
 
 
 def test_template_with_tools(tokenizer: PreTrainedTokenizerBase) -> None:
-    function = {"name": "open_door", "parameters": {"type": "object"}}
+    properties = {"code": {"type": "string"}, "floor": {"type": "integer"}}
+    functions = [
+        {"name": "open_door", "description": "Open a door.", "parameters": {"properties": properties}},
+        {"name": "now", "parameters": {"type": "object"}},
+    ]
     arguments: list[dict[str, str]] = [{"code": "tango"}, {}]
     calls = [{"function": {"name": "open_door", "arguments": given}} for given in arguments]
     messages: Any = [
@@ -231,10 +235,11 @@ def test_template_with_tools(tokenizer: PreTrainedTokenizerBase) -> None:
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "content": "It is open."},
     ]
-    text = tokenizer.apply_chat_template(messages, tools=[{"function": function}], tokenize=False)
+    tools: Any = [{"function": function} for function in functions]
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     assert text == (
-        '<|begin|><|system|>To call a function, answer {"name": function name, "parameters": its arguments}. '
-        'Functions: {"name": "open_door", "parameters": {"type": "object"}}<|end|><|user|>Open.'
+        "<|begin|><|system|>To call a function, answer with its name and parameters as JSON. "
+        "Functions: open_door(code floor): Open a door. now()<|end|><|user|>Open."
         '{"name": "open_door", "parameters": {"code": "tango"}}; {"name": "open_door", "parameters": {}}<|end|>'
         "<|system|>It is open.<|end|>"
     )
