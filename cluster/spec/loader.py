@@ -64,7 +64,7 @@ def parse_config(text: str, source: str, overrides: Mapping[str, str] | None = N
 
 
 def _read(path: Path) -> str:
-    is_name = path.parent == Path() and not path.is_file()
+    is_name = path.parent == Path() and path.suffix in ("", ".yaml") and not path.is_file()
     built_in = _built_in_files() if is_name else {}
     try:
         return built_in.get(path.stem, path).read_text(encoding="utf-8")

@@ -1,5 +1,6 @@
 """Measurement of a rank's speed during warm-up, in a fraction of a second, with one layer and scratch memory."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,7 +45,7 @@ def calibrate(
     """
     with torch.inference_mode(), model.device.torch_device:
         all_reduce_s, all_reduce_row_s = _measure_all_reduce(model)
-        exchange_s, exchange_bytes_per_s, hidden_share = _measure_exchange(model, pool, group, shape)
+        exchange_s, exchange_bytes_per_s, hidden_share = _measure_exchange(model, pool, group)
     # Each rank decides alone how often to repeat the other measurements, so they must not contain collectives.
     with torch.inference_mode(), model.device.torch_device, model.groups.alone():
         floor_s, linear_flops_per_s = _measure_linear(model)
@@ -134,9 +135,7 @@ def _measure_attention(model: DecoderModel, pool: PagePool, backend: AttentionBa
     return run_s, _rate(flops, runs_s([long]) - run_s, _FALLBACK.attention_flops_per_s)
 
 
-def _measure_exchange(
-    model: DecoderModel, pool: PagePool, group: Communicator, shape: ModelShape
-) -> tuple[float, float, float]:
+def _measure_exchange(model: DecoderModel, pool: PagePool, group: Communicator) -> tuple[float, float, float]:
     """Measure a collective's latency, the bytes received per second, and the fraction of time hidden by other work."""
     if group.size == 1:
         return 0.0, _FALLBACK.exchange_bytes_per_s, _FALLBACK.hidden_share
@@ -154,7 +153,9 @@ def _measure_exchange(
 
     few_rows, many_rows = model.device.samples.rows
     few_s, many_s = gather_s(few_rows), gather_s(many_rows)
-    received = (group.size - 1) * (many_rows - few_rows) * shape.kv_row_bytes
+    # Layers of a model can have rows of different sizes.
+    row_bytes = math.prod(pool.row_shape(0)) * model.dtype.itemsize
+    received = (group.size - 1) * (many_rows - few_rows) * row_bytes
     bytes_per_s = _rate(received, many_s - few_s, _FALLBACK.exchange_bytes_per_s)
     if not group.in_background:
         return few_s, bytes_per_s, 0.0
