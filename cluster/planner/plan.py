@@ -162,7 +162,7 @@ def _checks(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Chec
     return [CheckResult(rule=rule, passed=not failure, detail=failure) for rule, failure in failures.items()]
 
 
-def rounded_up(number: float) -> float:
+def _rounded_up(number: float) -> float:
     """Return the smallest number of three significant digits that is not below ``number``, which is positive."""
     unit: float = 10.0 ** (math.floor(math.log10(number)) - 2)
     return math.ceil(number / unit) * unit
@@ -174,7 +174,7 @@ def _too_long(config: DeployConfig, model: ModelFacts) -> str:
     held = kv_plan(config, model).tokens_per_request
     if held >= longest:
         return ""
-    gib = f"{rounded_up(memory_wanted(config, model, longest)):g}"
+    gib = f"{_rounded_up(memory_wanted(config, model, longest)):g}"
     fix = f"set kv.memory_gib to {gib}, or model.max_context to {held}"
     return f"{held} tokens fit, but a request can have {longest}: {fix}"
 
