@@ -277,16 +277,20 @@ def test_kv_groups_cover_the_whole_model(raw_config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "dtype", "expected"),
     [
-        (WINDOWS, "bfloat16", (3, 61_440, 8192, 256, 128, 128, 256, 0, 256, ((8, 2),), None, 0, 0, 0, 0, 0.0, None)),
+        (
+            WINDOWS,
+            "bfloat16",
+            (3, 61_440, 8192, 256, 128, 128, 256, 0, 256, ((8, 2),), None, 0, 0, 1.0, 0, 0, 0.0, None),
+        ),
         (
             MIXTRAL | {"num_key_value_heads": 1},
             "bfloat16",
-            (2, 94_208, 4096, 256, 64, 128, 256, 0, 256, (), None, 0, 0, 0, 73_728, 1.0, None),
+            (2, 94_208, 4096, 256, 64, 128, 256, 0, 256, (), None, 0, 0, 1.0, 0, 73_728, 1.0, None),
         ),
         (
             QWEN2_MOE | {"mlp_only_layers": [0]},
             "float32",
-            (2, 69_120, 8192, 256, 256, 256, 256, 0, 256, (), None, 0, 0, 0, 18_432, 0.5, None),
+            (2, 69_120, 8192, 256, 256, 256, 256, 0, 256, (), None, 0, 0, 1.0, 0, 18_432, 0.5, None),
         ),
     ],
 )

@@ -41,16 +41,18 @@ def test_every_process_has_a_log_file_and_a_title(cluster: RunningCluster) -> No
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--model=recall", f"a cluster named '{NAME}' is already running"),
-        ("--model=/nowhere", "model.path: got '/nowhere'"),
+        (f"--set=name={NAME}", f"a cluster named '{NAME}' is already running"),
+        ("--set=name=other", "model.path: got '/nowhere'"),
     ],
 )
 def test_a_start_that_is_refused_leaves_all_logs(option: str, said: str) -> None:
-    before = sessions_of(NAME)
-    start = subprocess.run([*BATON, "up", "--set=router.port=0", option], capture_output=True, text=True, timeout=60)
+    before = sessions_of(NAME), sessions_of("other")
+    start = subprocess.run(
+        [*BATON, "up", "--model=/nowhere", "--set=router.port=0", option], capture_output=True, text=True, timeout=60
+    )
     assert start.returncode == 2
     assert said in start.stderr
-    assert sessions_of(NAME) == before
+    assert (sessions_of(NAME), sessions_of("other")) == before
 
 
 @pytest.mark.parametrize(("replica", "rank"), [("decode-0", 0), ("prefill-0", 1)])
