@@ -194,6 +194,6 @@ def _errors_end_the_command() -> Iterator[None]:
     try:
         yield
     except RemoteError as error:
-        fail(str(error))
+        fail(error.user_message or str(error))
     except KeyboardInterrupt:
         fail("interrupted", 130)

@@ -83,7 +83,7 @@ def status(
 
 
 def _ask_driver(cluster: RunningCluster) -> list[str]:
-    """Return the driver's lines about members that are not running, or an empty list if it does not respond."""
+    """Return the driver's lines about what does not run or serve, or an empty list if it does not respond."""
     from cluster.cli.control import send_command
 
     try:

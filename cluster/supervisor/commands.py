@@ -45,7 +45,10 @@ class ScaleCommand(_Command, frozen=True):
 
 
 class StatusCommand(_Command, frozen=True):
-    """List the members that are not running, one per line with the reason. Does not wait for other commands."""
+    """List the cluster's phase unless it serves, and the members that are not running, each with the reason.
+
+    Does not wait for other commands.
+    """
 
 
 OperatorCommand = DrainCommand | ResumeCommand | RestartCommand | ScaleCommand | StatusCommand

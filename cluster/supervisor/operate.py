@@ -26,8 +26,7 @@ Step = tuple[Cluster, list[Action]]
 
 def on_command(cluster: Cluster, event: events.CommandReceived, now: Now) -> Step:
     if isinstance(event.command, StatusCommand):
-        phase = [] if cluster.phase is ClusterPhase.SERVING else [f"the cluster is {cluster.phase}"]
-        return cluster, [events.CommandAnswer(event.number, "\n".join([*phase, *_troubles(cluster)]), Outcome.DONE)]
+        return cluster, [events.CommandAnswer(event.number, "\n".join(_troubles(cluster)), Outcome.DONE)]
     if reason := _refusal(cluster, event.command):
         return cluster, [events.CommandAnswer(event.number, reason, Outcome.REFUSED)]
     opened = replace(cluster, open_command=OpenCommand(number=event.number, command=event.command))
@@ -49,7 +48,8 @@ def on_command(cluster: Cluster, event: events.CommandReceived, now: Now) -> Ste
 
 
 def _troubles(cluster: Cluster) -> list[str]:
-    return [
+    phase = [] if cluster.phase is ClusterPhase.SERVING else [f"the cluster is {cluster.phase}"]
+    return phase + [
         f"{member.name}: {member.state}{failures_of(member)}"
         for member in cluster.members.values()
         if member.state not in (MemberState.RUNNING, MemberState.REMOVED)

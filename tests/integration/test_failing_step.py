@@ -20,8 +20,8 @@ pytestmark = pytest.mark.integration
 
 ANSWER_S, LONGEST_S = 1.0, 20.0
 """Limits in seconds. A collective waits a minute for a rank that hangs."""
-DAMAGED = r"model.safetensors is damaged"
-UNREADABLE = r"config.json"
+DAMAGED = r"^CheckpointError: .*model.safetensors is damaged"
+UNREADABLE = r"^UnsupportedModelError: .*config.json"
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ def received_bytes(engine: LocalEngine) -> dict[str, float]:
         chosen = slice(None) if group == GroupName.ATTN_CP else slice(1, 2)
         return fmean(layer.get(group, 0) for layers in by_rank for layer in layers[chosen])
 
-    return {group: received(group) for layers in by_rank for layer in layers for group in layer}
+    return {group: received(group) for group in {group for layers in by_rank for layer in layers for group in layer}}
 
 
 def traffic_of(case: Case, models: Models) -> TrafficPlan:

@@ -24,6 +24,11 @@ _context.set_forkserver_preload([WORKER.partition(":")[0]])
 class RemoteError(BatonError):
     """Failed call to a worker process, which returned an error or did not respond."""
 
+    def __init__(self, message: str, user_message: str = "") -> None:
+        """``user_message`` is that of an error which the user can mend, without its type; empty for other errors."""
+        super().__init__(message)
+        self.user_message = user_message
+
 
 class WorkerProcess:
     """Process that runs one worker after another, since starting a process takes seconds.
@@ -53,7 +58,7 @@ class WorkerProcess:
         except (EOFError, ConnectionError):
             raise self._death() from None
         if not ok:
-            raise RemoteError(value)
+            raise RemoteError(*value)
         return value
 
     def stop(self) -> None:
@@ -97,10 +102,9 @@ def _serve(pipe: Connection, name: str, environ: Mapping[str, str]) -> None:
                     stack.callback(worker.close)
                 else:
                     answer = (True, getattr(worker, method)(*args))
-            except UserError as error:
-                answer = (False, str(error))
             except Exception as error:
-                answer = (False, f"{type(error).__name__}: {error}")
+                user_message = str(error) if isinstance(error, UserError) else ""
+                answer = (False, (f"{type(error).__name__}: {error}", user_message))
             try:
                 pipe.send(answer)
             except BrokenPipeError:

@@ -65,10 +65,15 @@ class HfConfig:
             raise UnsupportedModelError(f"config.json must give {key} as a number of at least 0, but gives {value!r}")
         return value
 
-    def number(self, key: str) -> float:
+    def number(self, key: str, default: float | None = None, above: float | None = None) -> float:
+        """Return a number, which must be above ``above`` if it is given. Null counts as missing."""
         value = self.raw.get(key)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise UnsupportedModelError(f"config.json must give {key} as a number, but gives {value!r}")
+        if value is None and default is not None:
+            return default
+        is_too_low = isinstance(value, (int, float)) and above is not None and value <= above
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or is_too_low:
+            wanted = "a number" if above is None else f"a number above {above}"
+            raise UnsupportedModelError(f"config.json must give {key} as {wanted}, but gives {value!r}")
         return float(value)
 
     def one_of(self, key: str, *allowed: object) -> object:
@@ -142,35 +147,27 @@ def read_rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> Ro
     """
     given = {key: value for key, value in _given_settings(raw).items() if value is not None}
     rope_type = _checked_type(given)
-    outer = {key: raw[key] for key in ("original_max_position_embeddings", "rope_theta") if raw.get(key)}
-    original_len = int(_number({**given, **outer}, "original_max_position_embeddings", max_position_embeddings))
+    original_key = "original_max_position_embeddings"
+    outer = {key: raw[key] for key in (original_key, "rope_theta") if raw.get(key)}
+    original_len = int(HfConfig({**given, **outer}).number(original_key, max_position_embeddings, above=0))
     factor = max_position_embeddings / original_len if rope_type == "yarn" else 1.0
-    nonzero = {key: value for key, value in given.items() if value}  # transformers takes these zeros for missing values
+    rope, nonzero = HfConfig(given), HfConfig({key: value for key, value in given.items() if value})
     return RopeConfig(
         rope_type=rope_type,
-        theta=_number({**outer, **given}, "rope_theta", 10_000.0, above=1),
+        theta=HfConfig({**outer, **given}).number("rope_theta", 10_000.0, above=1),
         max_position_embeddings=max_position_embeddings,
         original_max_position_embeddings=original_len,
-        factor=_number(given, "factor", factor),
-        low_freq_factor=_number(given, "low_freq_factor", 1.0),
-        high_freq_factor=_number(given, "high_freq_factor", 4.0),
-        attention_factor=_number(given, "attention_factor", 0.0) or None,
-        beta_fast=_number(nonzero, "beta_fast", 32.0),
-        beta_slow=_number(nonzero, "beta_slow", 1.0),
-        mscale=_number(nonzero, "mscale", 0.0) or None,
-        mscale_all_dim=_number(nonzero, "mscale_all_dim", 0.0) or None,
+        factor=rope.number("factor", factor, above=0),
+        low_freq_factor=rope.number("low_freq_factor", 1.0, above=0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0, above=0),
+        attention_factor=rope.number("attention_factor", 0.0, above=0) or None,
+        # transformers takes zeros for missing values.
+        beta_fast=nonzero.number("beta_fast", 32.0, above=0),
+        beta_slow=nonzero.number("beta_slow", 1.0, above=0),
+        mscale=nonzero.number("mscale", 0.0, above=0) or None,
+        mscale_all_dim=nonzero.number("mscale_all_dim", 0.0, above=0) or None,
         truncate=bool(given.get("truncate", True)),
     )
-
-
-def _number(given: Mapping[str, Any], key: str, default: float, above: float = 0) -> float:
-    """Return a number, which must be above ``above`` if it is given."""
-    if key not in given:
-        return default
-    value = given[key]
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= above:
-        raise UnsupportedModelError(f"config.json must give {key} as a number above {above}, but gives {value!r}")
-    return float(value)
 
 
 def _given_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
