@@ -82,7 +82,7 @@ def random_workload(
         PlannedRequest(arrival_s=arrival_s, output_len=output_len, prompt=_random_prompt(input_len, f"prompt {index}"))
         for index, arrival_s in enumerate(_arrivals_s(num_requests, request_rate))
     ]
-    title = f"{num_requests} requests of {input_len}/{output_len} tokens, {_describe_load(request_rate, concurrency)}"
+    title = f"{_requests(num_requests)} of {input_len}/{output_len} tokens, {_describe_load(request_rate, concurrency)}"
     return Workload(requests=requests, concurrency=concurrency, title=title)
 
 
@@ -96,7 +96,7 @@ def text_workload(
         PlannedRequest(arrival_s=arrival_s, output_len=output_len, prompt=text)
         for (text, output_len), arrival_s in zip(texts, _arrivals_s(len(texts), request_rate), strict=True)
     ]
-    title = f"{len(texts)} requests of {name}, {_describe_load(request_rate, concurrency)}"
+    title = f"{_requests(len(texts))} of {name}, {_describe_load(request_rate, concurrency)}"
     return Workload(requests=requests, concurrency=concurrency, title=title)
 
 
@@ -149,7 +149,7 @@ def trace_workload(
         for entry in entries
     ]
     lengths = f"lengths x {block_len / BLOCK_LEN:.3g}, speed x {speed:g}"
-    title = f"{len(entries)} requests of a trace, {lengths}, {_describe_limit(concurrency)}"
+    title = f"{_requests(len(entries))} of a trace, {lengths}, {_describe_limit(concurrency)}"
     return Workload(requests=requests, concurrency=concurrency, title=title)
 
 
@@ -161,6 +161,10 @@ def _check_positive(option: str, value: float) -> None:
 def random_tokens(seed: str, count: int) -> list[int]:
     """Return ids of ordinary tokens. Equal seeds yield equal ids."""
     return random.Random(seed).choices(range(FIRST_TOKEN_ID, VOCAB_SIZE), k=count)
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"
 
 
 def _describe_load(request_rate: float | None, concurrency: int | None) -> str:

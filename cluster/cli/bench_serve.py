@@ -94,8 +94,11 @@ def serve(
 ) -> None:
     """Benchmark the latency, throughput and cache hits of a running endpoint."""
     goals = _goals(goodput) if goodput else None
+    entries = [] if dataset is None else read_dataset(dataset, num_requests)
+    if (trace_scale, trace_speed) != (1.0, 1.0) and not any(isinstance(entry, TraceEntry) for entry in entries):
+        raise UserError("--trace-scale, --trace-speed: allowed only with a trace, as --dataset")
     load = _Load(
-        entries=[] if dataset is None else read_dataset(dataset, num_requests),
+        entries=entries,
         name="" if dataset is None else dataset.name,
         num_requests=num_requests or NUM_REQUESTS,
         input_len=input_len,

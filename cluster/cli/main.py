@@ -1,6 +1,7 @@
 """The `baton` command line. A user error is printed on stderr, with exit code 2."""
 
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 
@@ -26,3 +27,5 @@ def main() -> None:
     except UserError as exc:
         sys.stderr.write(f"{exc}\n")
         sys.exit(2)
+    except KeyboardInterrupt:  # while importing
+        sys.exit(128 + signal.SIGINT)

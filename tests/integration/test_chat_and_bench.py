@@ -132,7 +132,7 @@ def test_texts_of_a_dataset_with_goals_and_a_file(server: openai_server.FakeServ
     assert [body["prompt"] for body in server.bodies if "stream" in body][1:] == ["Say it."]
     assert server.bodies[-1]["max_tokens"] == 4, "as many as the answer has words"
     report = json.loads(saved.read_text())
-    assert report["workload"] == "1 requests of share.json, closed loop, concurrency 4"
+    assert report["workload"] == "1 request of share.json, closed loop, concurrency 4"
     assert report["goodput"] == report["requests_per_s"] > 0
     assert [request["num_output_tokens"] for request in report["requests"]] == [4]
 
@@ -142,6 +142,12 @@ def test_a_goal_that_is_none(given: str) -> None:
     result = CliRunner().invoke(app, ["bench", "serve", "--goodput", given])
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == f"--goodput: got {given!r}; allowed: ttft:MS, tpot:MS, e2el:MS"
+
+
+def test_options_of_traces_need_a_trace() -> None:
+    result = CliRunner().invoke(app, ["bench", "serve", "--trace-scale", "0.5"])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == "--trace-scale, --trace-speed: allowed only with a trace, as --dataset"
 
 
 def test_ctrl_c_reports_what_has_finished(server: openai_server.FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """Edge cases of `baton up`, `down` and `status`: checks before a start, stop signals, refused waits, lists."""
 
+import importlib.abc
 import json
 import os
 import queue
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from cluster.spec.loader import parse_config
 from cluster.spec.memory import GIB
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.model_folder import write_model_folder
+from tests.unit.cluster.conftest import RunBaton
 
 WAIT_S = 60.0
 
@@ -266,3 +269,14 @@ def test_status_lists_several_clusters(tmp_path: Path, monkeypatch: pytest.Monke
         ["one", "starting", "m"],
         ["two", "http://127.0.0.1:81/v1", "m"],
     ]
+
+
+def test_an_interrupt_while_importing_prints_nothing(baton: RunBaton, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupting(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "cluster.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "cluster.cli.app", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert baton("--version") == (130, "", "")
