@@ -21,14 +21,20 @@ struct Block {
 
 alignas(64) const Element kZeros[kMostDims] = {};
 
-// Prefetch the cache lines that begin in dims d to d + count of the next block's row into the L2 cache. Pages are too
-// short for the processor's own prefetcher.
-inline void prefetch(const Element* row, int64_t d, int64_t count) {
-  for (int64_t line = round_up(d, kLine); line < d + count; line += kLine) __builtin_prefetch(row + line, 0, 2);
+// Prefetch the cache lines that begin in Count dims of the next block's row, from d on, into the L2 cache. d is a
+// multiple of Count. Pages are too short for the processor's own prefetcher.
+template <int Count>
+inline void prefetch(const Element* row, int64_t d) {
+  if (Count < kLine && d % kLine) return;
+#pragma GCC unroll 2
+  for (int line = 0; line < Count; line += kLine) __builtin_prefetch(row + d + line, 0, 2);
 }
 
 inline void prefetch_keys(const Block& next, int64_t first, int64_t end, int64_t key_dim, int64_t value_dim) {
-  for (int64_t i = first; i < end; ++i) prefetch(next.key[i], 0, key_dim), prefetch(next.value[i], 0, value_dim);
+  for (int64_t i = first; i < end; ++i) {
+    for (int64_t d = 0; d < key_dim; d += kLine) prefetch<kLine>(next.key[i], d);
+    for (int64_t d = 0; d < value_dim; d += kLine) prefetch<kLine>(next.value[i], d);
+  }
 }
 
 // Rows per tile, a multiple of `unit`.

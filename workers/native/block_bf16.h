@@ -22,7 +22,7 @@ inline void score_unpacked(const Scratch& s, int64_t row, const Block& block, co
     for (int64_t d = 0; d < s.key_dim; d += 32) {
       __m512i k[kLanes];
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) prefetch(next.key[c * kLanes + i], d, 2 * kLanes);
+      for (int i = 0; i < kLanes; ++i) prefetch<2 * kLanes>(next.key[c * kLanes + i], d);
       load_pairs(block.key + c * kLanes, d, s.key_dim, k);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i)
@@ -54,8 +54,8 @@ void add_values_unpacked(const Scratch& s, int64_t row, const Block& block, cons
       for (int c = 0; c < 2; ++c) x[r][c] = _mm512_load_ps(out + r * s.value_width + c * kLanes);
     for (int i = 0; i < num_keys; i += 2) {
       __m512i v[2];
-      prefetch(next.value[i], first, 2 * kLanes);
-      prefetch(next.value[i + 1], first, 2 * kLanes);
+      prefetch<2 * kLanes>(next.value[i], first);
+      prefetch<2 * kLanes>(next.value[i + 1], first);
       interleave(block.value + i, first, s.value_dim, v);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -73,7 +73,7 @@ void add_values_unpacked(const Scratch& s, int64_t row, const Block& block, cons
 
 // Process a block's keys and values for R rows of a small tile.
 template <int R>
-void attend_few(const Scratch& s, int64_t row, const Block& block, const Block& next, const int* seen) {
+[[gnu::noinline]] void attend_few(const Scratch& s, int64_t row, const Block& block, const Block& next, const int* seen) {
   const int most = *std::max_element(seen, seen + R);
   Scores<R> x = {};
   score_unpacked<R>(s, row, block, next, most, x);

@@ -155,7 +155,7 @@ void score(const Scratch& s, const float* query, const Block& block, const Block
     for (int i = first; i < first + kLanes; ++i) {
       vec x[R] = {};
       for (int64_t d = 0; d < s.key_dim; d += kPairs) {
-        prefetch(next.key[i], d, kPairs);
+        prefetch<kPairs>(next.key[i], d);
         const Pairs k = load(block.key[i] + d, s.key_dim - d);
         const float* q = query + d * R;
 #pragma GCC unroll 8
@@ -195,7 +195,7 @@ void add_values(const Scratch& s, float* out, const Block& block, const Block& n
   for (int64_t d = 0; d < s.value_dim; d += kPairs, out += R * kPairs) {
     vec x[2 * R] = {};
     for (int i = 0; i < num_keys; ++i) {
-      prefetch(next.value[i], d, kPairs);
+      prefetch<kPairs>(next.value[i], d);
       const Pairs v = load(block.value[i] + d, s.value_dim - d);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {

@@ -38,43 +38,39 @@ inline __m512 exp2(__m512 x) {
   return _mm512_scalef_ps(p, x);
 }
 
-// Transpose 16 rows of 16 pairs.
-inline void transpose(__m512i x[16]) {
-  __m512i y[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-    y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-    y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
-    y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
-    x[i + 4] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0x88);
-    x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
-    x[i + 12] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0xdd);
-  }
+// Load 8 dims of keys 0, 4, 8 and 12. Loads that merge leave the units that shuffle free.
+inline __m512i load_quarters(const bf16* const* keys, int64_t d) {
+  const auto dims = [&](int key) { return _mm_loadu_si128((const __m128i*)(keys[key] + d)); };
+  __m512i x = _mm512_zextsi128_si512(dims(0));
+  x = _mm512_mask_broadcast_i32x4(x, 0x00f0, dims(4));
+  x = _mm512_mask_broadcast_i32x4(x, 0x0f00, dims(8));
+  return _mm512_mask_broadcast_i32x4(x, 0xf000, dims(12));
 }
 
 // Load 32 dims, from d on, of 16 keys, as 16 vectors with one pair of dims of each key.
+inline void load_all_pairs(const bf16* const* keys, int64_t d, __m512i x[kLanes]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kLanes; i += 4) {
+    __m512i y[4], z[4];
+#pragma GCC unroll 4
+    for (int key = 0; key < 4; ++key) y[key] = load_quarters(keys + key, d + 2 * i);
+    z[0] = _mm512_unpacklo_epi32(y[0], y[1]), z[1] = _mm512_unpackhi_epi32(y[0], y[1]);
+    z[2] = _mm512_unpacklo_epi32(y[2], y[3]), z[3] = _mm512_unpackhi_epi32(y[2], y[3]);
+    x[i] = _mm512_unpacklo_epi64(z[0], z[2]), x[i + 1] = _mm512_unpackhi_epi64(z[0], z[2]);
+    x[i + 2] = _mm512_unpacklo_epi64(z[1], z[3]), x[i + 3] = _mm512_unpackhi_epi64(z[1], z[3]);
+  }
+}
+
+// Load pairs as above. Dims from head_dim on are zeros.
 inline void load_pairs(const bf16* const* keys, int64_t d, int64_t head_dim, __m512i x[kLanes]) {
-  const __mmask32 mask = lanes32(head_dim - d);
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) x[i] = _mm512_maskz_loadu_epi16(mask, keys[i] + d);
-  transpose(x);
+  if (__builtin_expect(d + 32 <= head_dim, 1)) return load_all_pairs(keys, d, x);
+  alignas(64) bf16 copies[kLanes][32];
+  const bf16* rows[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    _mm512_store_si512(copies[i], _mm512_maskz_loadu_epi16(lanes32(head_dim - d), keys[i] + d));
+    rows[i] = copies[i];
+  }
+  load_all_pairs(rows, 0, x);
 }
 
 // Load 32 dims, from d on, of two values, as two vectors with one pair per dim.
