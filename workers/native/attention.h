@@ -2,8 +2,7 @@
 // numbers, and EXPORT, and includes operations on a block of keys and values.
 //
 // A tile has some query rows (query by query, the G heads that share a kv head) of one kv head. It processes its keys
-// block by block. A large tile rearranges each block for all its rows. A small tile reads it in place, and has several
-// kv heads, whose keys and values lie one after another in a page, because memory is fastest when read in order.
+// block by block. A large tile rearranges each block for all its rows; a small tile reads it in place.
 //
 // Strides and offsets are in elements.
 
@@ -28,50 +27,39 @@ struct Attention {
   const Item* items;
   int64_t* next_tile;  // Shared by all threads of one call.
   int64_t overwrites;  // Whether all results are written over, instead of merged into a partial.
-  int64_t heads_together;  // Maximum number of kv heads per small tile.
   int64_t num_items, page_size, kv_heads, groups, key_dim, value_dim, query_stride, query_head_stride;
   Strides key_strides, value_strides;
   float scale;
 };
 
-// Some adjacent kv heads.
-struct Heads {
-  int64_t first, count;
-};
-
-// Iterates over the blocks of one item: the first block of each kv head, then the second one of each, and so on.
+// Iterates over the pages of one item for one kv head.
 class Cursor {
  public:
-  Cursor(const Attention& a, const Item& item, Heads heads)
-      : a_(a), heads_(heads), table_(a.tables + item.table + item.first_key / a.page_size),
-        slot_(item.first_key % a.page_size), left_(item.num_keys) {}
+  Cursor(const Attention& a, const Item& item, int64_t head)
+      : a_(a), table_(a.tables + item.table + item.first_key / a.page_size), slot_(item.first_key % a.page_size),
+        left_(item.num_keys), key_(a.key + head * a.key_strides.head), value_(a.value + head * a.value_strides.head) {}
 
   void next(Block& block) {
-    const Element* keys = a_.key + (heads_.first + head_) * a_.key_strides.head;
-    const Element* values = a_.value + (heads_.first + head_) * a_.value_strides.head;
-    const int64_t* table = table_;
-    int64_t slot = slot_, left = left_;
     int i = 0;
-    while (i < kBlock && left > 0) {
-      const int64_t count = std::min({int64_t(kBlock - i), left, a_.page_size - slot});
-      const Element* key = keys + *table * a_.key_strides.page + slot * a_.key_strides.slot;
-      const Element* value = values + *table * a_.value_strides.page + slot * a_.value_strides.slot;
+    while (i < kBlock && left_ > 0) {
+      const int64_t count = std::min({int64_t(kBlock - i), left_, a_.page_size - slot_});
+      const Element* key = key_ + *table_ * a_.key_strides.page + slot_ * a_.key_strides.slot;
+      const Element* value = value_ + *table_ * a_.value_strides.page + slot_ * a_.value_strides.slot;
       for (const int end = i + int(count); i < end; ++i) {
         block.key[i] = key, block.value[i] = value;
         key += a_.key_strides.slot, value += a_.value_strides.slot;
       }
-      left -= count, slot += count;
-      if (slot == a_.page_size) slot = 0, ++table;
+      left_ -= count, slot_ += count;
+      if (slot_ == a_.page_size) slot_ = 0, ++table_;
     }
     for (; i < kBlock; ++i) block.key[i] = block.value[i] = kZeros;
-    if (++head_ == heads_.count) head_ = 0, table_ = table, slot_ = slot, left_ = left;
   }
 
  private:
   const Attention& a_;
-  const Heads heads_;
   const int64_t* table_;
-  int64_t slot_, left_, head_ = 0;
+  int64_t slot_, left_;
+  const Element *key_, *value_;
 };
 
 // Merge a finished row into the output, which is (0, -inf) if no key has been seen yet, or write it over.
@@ -88,61 +76,51 @@ void write_row(const Found& row, int64_t value_dim, bool overwrites, Element* ou
   *lse = merged;
 }
 
-// One tile, processed from its first block of keys to its result rows. Each of its kv heads has the same rows.
+// One tile, processed from its first block of keys to its result rows.
 class Tile {
  public:
-  Tile(const Attention& a, const Item& item, Heads heads, int64_t first_row, int64_t num_rows, const Scratch& s)
-      : a_(a), item_(item), s_(s), heads_(heads), first_row_(first_row), num_rows_(num_rows),
+  Tile(const Attention& a, const Item& item, int64_t head, int64_t first_row, int64_t num_rows, const Scratch& s)
+      : a_(a), item_(item), s_(s), head_(head), first_row_(first_row), num_rows_(num_rows),
         padded_(padded(num_rows)) {}
 
   void attend() {
     read_queries();
-    Cursor cursor(a_, item_, heads_);
+    Cursor cursor(a_, item_, head_);
     Block blocks[2];
     cursor.next(blocks[0]);
     const int64_t most = seen_[padded_ - 1];
-    for (int64_t begin = 0, number = 0; begin < most; begin += kBlock) {
+    for (int64_t begin = 0, number = 0; begin < most; begin += kBlock, ++number) {
+      cursor.next(blocks[(number + 1) % 2]);
       int seen[kTileRows];
       for (int64_t row = 0; row < padded_; ++row) seen[row] = int(std::clamp<int64_t>(seen_[row] - begin, 0, kBlock));
-      for (int64_t head = 0; head < heads_.count; ++head, ++number) {
-        cursor.next(blocks[(number + 1) % 2]);
-        attend_block(s_, head * padded_, padded_, blocks[number % 2], blocks[(number + 1) % 2], seen);
-      }
+      attend_block(s_, padded_, blocks[number % 2], blocks[(number + 1) % 2], seen);
     }
-    for (int64_t head = 0; head < heads_.count; ++head)
-      for (int64_t row = 0; row < num_rows_; ++row) {
-        const int64_t to = token(row) * a_.kv_heads * a_.groups + query_head(head, row);
-        const Found found_row = found(s_, head * padded_ + row, padded_);
-        write_row(found_row, a_.value_dim, a_.overwrites, a_.out + to * a_.value_dim, a_.lse + to);
-      }
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      const int64_t to = token(row) * a_.kv_heads * a_.groups + query_head(row);
+      write_row(found(s_, row, padded_), a_.value_dim, a_.overwrites, a_.out + to * a_.value_dim, a_.lse + to);
+    }
   }
 
  private:
   int64_t token(int64_t row) const { return item_.first_query + (first_row_ + row) / a_.groups; }
-  int64_t query_head(int64_t head, int64_t row) const {
-    return (heads_.first + head) * a_.groups + (first_row_ + row) % a_.groups;
-  }
+  int64_t query_head(int64_t row) const { return head_ * a_.groups + (first_row_ + row) % a_.groups; }
 
   void read_queries() {
+    clear(s_, padded_);
     for (int64_t row = 0; row < padded_; ++row) {
+      const Element* from = kZeros;
+      if (row < num_rows_) from = a_.query + token(row) * a_.query_stride + query_head(row) * a_.query_head_stride;
+      read_query(s_, row, padded_, from);
       const int64_t query = token(std::min(row, num_rows_ - 1)) - item_.first_query;
       seen_[row] = std::min(item_.num_keys, item_.ahead + query * item_.step + 1);
-    }
-    for (int64_t head = 0; head < heads_.count; ++head) {
-      clear(s_, head * padded_, padded_);
-      for (int64_t row = 0; row < padded_; ++row) {
-        const Element* from = a_.query + token(row) * a_.query_stride + query_head(head, row) * a_.query_head_stride;
-        read_query(s_, head * padded_ + row, padded_, row < num_rows_ ? from : kZeros);
-      }
     }
   }
 
   const Attention& a_;
   const Item& item_;
   const Scratch& s_;
-  const Heads heads_;
-  const int64_t first_row_, num_rows_;
-  const int64_t padded_;     // Rows per kv head including zero padding, as the block functions expect.
+  const int64_t head_, first_row_, num_rows_;
+  const int64_t padded_;     // Rows including zero padding, as the block functions expect.
   int64_t seen_[kTileRows];  // Number of keys that each row sees.
 };
 
@@ -157,14 +135,11 @@ extern "C" int EXPORT(attend)(const Attention* a) {
   int64_t mine = __atomic_fetch_add(a->next_tile, 1, __ATOMIC_RELAXED);
   for (const Item* item = a->items; item < a->items + a->num_items; ++item) {
     const int64_t rows = item->num_queries * a->groups, tiles = (rows + scratch.rows - 1) / scratch.rows;
-    const int64_t most = rows > kFewRows ? 1 : std::min(a->heads_together, scratch.rows / padded(rows));
-    const int64_t num_tiles = tiles * ((a->kv_heads + most - 1) / most);
-    for (; mine < first + num_tiles; mine = __atomic_fetch_add(a->next_tile, 1, __ATOMIC_RELAXED)) {
-      const int64_t head = (mine - first) / tiles * most, row = (mine - first) % tiles * scratch.rows;
-      const Heads heads{head, std::min(most, a->kv_heads - head)};
-      Tile(*a, *item, heads, row, std::min(scratch.rows, rows - row), scratch).attend();
+    for (; mine < first + tiles * a->kv_heads; mine = __atomic_fetch_add(a->next_tile, 1, __ATOMIC_RELAXED)) {
+      const int64_t head = (mine - first) / tiles, row = (mine - first) % tiles * scratch.rows;
+      Tile(*a, *item, head, row, std::min(scratch.rows, rows - row), scratch).attend();
     }
-    first += num_tiles;
+    first += tiles * a->kv_heads;
   }
   return 0;
 }

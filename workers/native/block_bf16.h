@@ -13,9 +13,7 @@ namespace {
 
 // Scores with keys read in place, for few rows, where packing would cost more than it saves.
 template <int R>
-inline void score_unpacked(const Scratch& s, int64_t row, const Block& block, const Block& next, int num_keys,
-                           Scores<R>& x) {
-  const bf16* query = s.query + row * s.key_width;
+inline void score_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys, Scores<R>& x) {
   constexpr int kSums = R == 1 ? 4 : R == 2 ? 2 : 1;  // Several sums per row hide the latency of additions.
   for (int c = 0; c * kLanes < num_keys; ++c) {
     __m512 sums[R][kSums] = {};
@@ -28,7 +26,7 @@ inline void score_unpacked(const Scratch& s, int64_t row, const Block& block, co
       for (int i = 0; i < kLanes; ++i)
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const __m512bh q = repeated_pair(query + r * s.key_width + d + 2 * i);
+          const __m512bh q = repeated_pair(s.query + r * s.key_width + d + 2 * i);
           sums[r][i % kSums] = _mm512_dpbf16_ps(sums[r][i % kSums], q, (__m512bh)k[i]);
         }
     }
@@ -41,13 +39,12 @@ inline void score_unpacked(const Scratch& s, int64_t row, const Block& block, co
   }
 }
 
-// Weighted sums with values read in place, for R rows and all dims.
+// Weighted sums with values read in place, for all rows of a small tile and all dims.
 template <int R>
-void add_values_unpacked(const Scratch& s, int64_t row, const Block& block, const Block& next, int num_keys,
-                         const bf16* weights) {
+void add_values_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys, const bf16* weights) {
   for (int64_t first = 0; first < s.value_dim; first += 2 * kLanes) {
     __m512 x[R][2];
-    float* out = s.out + row * s.value_width + first;
+    float* out = s.out + first;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
@@ -71,30 +68,29 @@ void add_values_unpacked(const Scratch& s, int64_t row, const Block& block, cons
   }
 }
 
-// Process a block's keys and values for R rows of a small tile.
+// Process a block's keys and values for a tile of R rows.
 template <int R>
-[[gnu::noinline]] void attend_few(const Scratch& s, int64_t row, const Block& block, const Block& next, const int* seen) {
+void attend_few(const Scratch& s, const Block& block, const Block& next, const int* seen) {
   const int most = *std::max_element(seen, seen + R);
   Scores<R> x = {};
-  score_unpacked<R>(s, row, block, next, most, x);
+  score_unpacked<R>(s, block, next, most, x);
   alignas(64) bf16 weights[R * kBlock];
-  weigh<R>(s, row, seen, x, weights);
-  add_values_unpacked<R>(s, row, block, next, most, weights);
+  weigh<R>(s, 0, seen, x, weights);
+  add_values_unpacked<R>(s, block, next, most, weights);
 }
 
-// Process a block for a kv head's rows in a tile, which begin at `first`. Row first + r sees the first seen[r] keys.
-void attend_block(const Scratch& s, int64_t first, int64_t num_rows, const Block& block, const Block& next,
-                  const int* seen) {
+// Process a block for all rows of a tile. Row r sees the first seen[r] keys.
+void attend_block(const Scratch& s, int64_t num_rows, const Block& block, const Block& next, const int* seen) {
   switch (num_rows) {
-    case 1: return attend_few<1>(s, first, block, next, seen);
-    case 2: return attend_few<2>(s, first, block, next, seen);
-    case 4: return attend_few<4>(s, first, block, next, seen);
-    case 8: return attend_few<8>(s, first, block, next, seen);
+    case 1: return attend_few<1>(s, block, next, seen);
+    case 2: return attend_few<2>(s, block, next, seen);
+    case 4: return attend_few<4>(s, block, next, seen);
+    case 8: return attend_few<8>(s, block, next, seen);
   }
   pack_keys(block, s.key_dim, s.keys);
   pack_values(block, round_up(*std::max_element(seen, seen + num_rows), 32), s.value_dim, s.value_width, s.values);
   prefetch_keys(next, 0, kBlock, s.key_dim, s.value_dim);
-  for (int64_t row = 0; row < num_rows; row += kRows) attend_panel(s, first + row, seen + row);
+  for (int64_t row = 0; row < num_rows; row += kRows) attend_panel(s, row, seen + row);
 }
 
 }  // namespace

@@ -38,15 +38,15 @@ struct Scratch {
         value_width(round_up(values_dim, kPairs)), key_stride(key_width + 16), value_stride(value_width + 16),
         rows(tile_rows(4 * (key_width + value_width), kPanel)), scale(float(M_LOG2E) * factor),
         memory(4 * (rows * (key_width + value_width) + kBlock * (key_stride + value_stride) +
-                    kBlock * (kPanel + kFewRows) + value_width + rows + rows * kLanes) + 8 * 64) {
+                    kBlock * (kPanel + kFewRows) + value_width + 2 * rows + kFewRows * kLanes) + 8 * 64) {
     if (!memory) return;
     query = memory.take<float>(rows * key_width), out = memory.take<float>(rows * value_width);
     keys = memory.take<float>(kBlock * key_stride), values = memory.take<float>(kBlock * value_stride);
     weights = memory.take<float>(kBlock * (kPanel + kFewRows)), row = memory.take<float>(value_width);
-    sums = memory.take<float>(rows * kLanes), reference = memory.take<float>(rows);
+    sums = memory.take<float>(rows + kFewRows * kLanes), reference = memory.take<float>(rows);
   }
 
-  // Index of dim d in a row's query or sum of this width, in a tile with num_rows rows per kv head.
+  // Index of dim d in a row's query or sum of this width, in a tile with num_rows rows.
   int64_t index(int64_t row, int64_t d, int64_t num_rows, int64_t width) const {
     const int64_t at_once = num_rows > kFewRows ? kPanel : std::min<int64_t>(num_rows, kAtOnce);
     const int64_t p = pairs_index<Element>(d);
@@ -61,12 +61,11 @@ inline int64_t padded(int64_t num_rows) {
   return num_rows > 4 ? round_up(num_rows, kAtOnce) : num_rows == 3 ? 4 : num_rows;
 }
 
-// Begin a kv head's rows, padded, in a tile.
-void clear(const Scratch& s, int64_t first, int64_t num_rows) {
-  const int64_t lanes = num_rows > kFewRows ? 1 : kLanes;
-  std::fill_n(s.out + first * s.value_width, num_rows * s.value_width, 0.0f);
-  std::fill_n(s.sums + first * lanes, num_rows * lanes, 0.0f);
-  std::fill_n(s.reference + first, num_rows, kUnset);
+// Begin a tile of `num_rows` rows, padded.
+void clear(const Scratch& s, int64_t num_rows) {
+  std::fill_n(s.out, num_rows * s.value_width, 0.0f);
+  std::fill_n(s.sums, num_rows > kFewRows ? num_rows : num_rows * kLanes, 0.0f);
+  std::fill_n(s.reference, num_rows, kUnset);
 }
 
 void read_query(const Scratch& s, int64_t row, int64_t num_rows, const Element* from) {
@@ -240,21 +239,20 @@ void score_packed(const Scratch& s, int64_t row, float* to) {
     for (int i = 0; i < kBlock; ++i) to[r * kBlock + i] = s.weights[i * kPanel + r];
 }
 
-// Process a block for a kv head's rows in a tile, which begin at `first`. Row first + r sees the first seen[r] keys.
-void attend_block(const Scratch& s, int64_t first, int64_t num_rows, const Block& block, const Block& next,
-                  const int* seen) {
-  if (num_rows == 1) return attend_few<1>(s, first, block, next, seen);
-  if (num_rows == 2) return attend_few<2>(s, first, block, next, seen);
-  if (num_rows == 4) return attend_few<4>(s, first, block, next, seen);
+// Process a block for all rows of a tile. Row r sees the first seen[r] keys.
+void attend_block(const Scratch& s, int64_t num_rows, const Block& block, const Block& next, const int* seen) {
+  if (num_rows == 1) return attend_few<1>(s, 0, block, next, seen);
+  if (num_rows == 2) return attend_few<2>(s, 0, block, next, seen);
+  if (num_rows == 4) return attend_few<4>(s, 0, block, next, seen);
   if (num_rows <= kFewRows) {
-    for (int64_t row = 0; row < num_rows; row += kAtOnce) attend_few<kAtOnce>(s, first + row, block, next, seen + row);
+    for (int64_t row = 0; row < num_rows; row += kAtOnce) attend_few<kAtOnce>(s, row, block, next, seen + row);
     return;
   }
   pack_scored(s, block);
   for (int i = 0; i < kBlock; ++i) widen(block.value[i], s.value_dim, s.values + i * s.value_stride);
   for (int64_t row = 0; row < num_rows; row += kPanel) {
     prefetch_keys(next, row * kBlock / num_rows, (row + kPanel) * kBlock / num_rows, s.key_dim, s.value_dim);
-    attend_panel(s, first + row, seen + row);
+    attend_panel(s, row, seen + row);
   }
 }
 

@@ -29,7 +29,7 @@ _OUTPUTS = 64
 
 _FIELDS = (
     *("query", "key", "value", "out", "lse", "tables", "items", "next_tile"),
-    *("overwrites", "heads_together", "num_items", "page_size", "kv_heads", "groups", "key_dim", "value_dim"),
+    *("overwrites", "num_items", "page_size", "kv_heads", "groups", "key_dim", "value_dim"),
     *("query_stride", "query_head_stride"),
     *(f"{what}_{axis}_stride" for what in ("key", "value") for axis in ("page", "head", "slot")),
 )
@@ -162,12 +162,11 @@ class Library:
             assert x.stride(-1) == 1, f"strides {x.stride()}"
         assert scale > 0, f"scale {scale} is not positive"
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
-        heads_together = -(-num_kv_heads // self._num_threads)
         next_tile = ctypes.c_int64(0)
         arguments = _Arguments(
             *(x.data_ptr() for x in (query, key, value, out, lse, tables, items)),
             ctypes.addressof(next_tile),
-            *(overwrites, heads_together, len(items), page_size, num_kv_heads, num_heads // num_kv_heads),
+            *(overwrites, len(items), page_size, num_kv_heads, num_heads // num_kv_heads),
             *(query.shape[2], value.shape[3], *query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
             scale,
         )
@@ -196,7 +195,7 @@ class Library:
         arguments = _Arguments(
             *(x.data_ptr() for x in (query, keys, keys)),
             *(0, 0, table.data_ptr(), items.data_ptr(), ctypes.addressof(next_tile)),
-            *(False, 1, 1, keys.shape[2], 1, num_heads, dim, 0),
+            *(False, 1, keys.shape[2], 1, num_heads, dim, 0),
             *(*query.stride()[:2], *keys.stride()[:3], *keys.stride()[:3]),
             1.0,
         )

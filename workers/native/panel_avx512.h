@@ -65,8 +65,8 @@ void add_values(const Scratch& s, int64_t row, int64_t first, int num_keys, cons
     for (int c = 0; c < C; ++c) _mm512_store_ps(out + r * s.value_width + c * kLanes, x[r][c]);
 }
 
-// Process a block's packed keys and values for rows `row` to row + kRows. Inlined, its loops are compiled worse.
-[[gnu::noinline]] void attend_panel(const Scratch& s, int64_t row, const int* seen) {
+// Process a block's packed keys and values for rows `row` to row + kRows.
+void attend_panel(const Scratch& s, int64_t row, const int* seen) {
   const int most = *std::max_element(seen, seen + kRows);
   if (most == 0) return;
   Scores<kRows> x;

@@ -162,12 +162,12 @@ inline int64_t padded(int64_t num_rows) {
   return num_rows > kFewRows ? round_up(num_rows, kRows) : num_rows > 4 ? kFewRows : num_rows == 3 ? 4 : num_rows;
 }
 
-// Begin a kv head's rows, padded, in a tile.
-void clear(const Scratch& s, int64_t first, int64_t num_rows) {
-  std::fill_n(s.out + first * s.value_width, num_rows * s.value_width, 0.0f);
-  std::fill_n(s.sums + first * kLanes, num_rows * kLanes, 0.0f);
-  std::fill_n(s.reference + first, num_rows, kUnset);
-  std::fill_n(s.limit + first, num_rows, kUnset);
+// Begin a tile of `num_rows` rows, padded.
+void clear(const Scratch& s, int64_t num_rows) {
+  std::fill_n(s.out, num_rows * s.value_width, 0.0f);
+  std::fill_n(s.sums, num_rows * kLanes, 0.0f);
+  std::fill_n(s.reference, num_rows, kUnset);
+  std::fill_n(s.limit, num_rows, kUnset);
 }
 
 void read_query(const Scratch& s, int64_t row, int64_t, const bf16* from) {

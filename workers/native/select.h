@@ -148,7 +148,7 @@ extern "C" int EXPORT(select)(const Selection* s) {
       read_query(scratch, row, scratch.rows, row < rows ? from : kZeros);
     }
     std::fill_n(sums, count * stride, 0.0f);
-    Cursor cursor(a, *a.items, {0, 1});
+    Cursor cursor(a, *a.items, 0);
     Block blocks[2];
     cursor.next(blocks[0]);
     for (int64_t begin = 0, number = 0; begin < most; begin += kBlock, ++number) {
