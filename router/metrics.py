@@ -71,12 +71,11 @@ class Histogram:
         self._help_text = help_text
         self._labels = labels
         self._bounds = [*bounds]
-        self._unlabelled = self._empty()
-        self.values: dict[Labels, list[float]] = {} if labels else {(): self._unlabelled}
+        self.values: dict[Labels, list[float]] = {} if labels else {(): self._empty()}
         """Count of each bucket, followed by the sum of all values."""
 
     def observe(self, value: float, *labels: str) -> None:
-        line = self._unlabelled if not labels else self.values.get(labels)
+        line = self.values.get(labels)
         if line is None:
             line = self.values[labels] = self._empty()
         line[bisect_left(self._bounds, value)] += 1

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from cluster.spec.clock import ClockReading, read_clock
+from cluster.spec.clock import read_clock
 from cluster.spec.ids import ReplicaId
 from cluster.spec.phases import PhaseTimes
 
@@ -50,7 +50,7 @@ def totals_of(phases: Iterable[Phase]) -> dict[str, float]:
 def _bounds(times: PhaseTimes) -> Iterator[tuple[str, float, ReplicaId, float]]:
     """Yield name, end, replica and communication of each phase in replicas."""
     prompt, here = times.prompt, read_clock()
-    decode_s, prompt_s = _shift_s(times.clock, here), _shift_s(prompt.clock, here)
+    decode_s, prompt_s = times.clock.shift_s(here), prompt.clock.shift_s(here)
     yield "decode-queue", times.granted_s + decode_s, times.decode, 0.0
     yield "bootstrap", prompt.stored_s + prompt_s, prompt.replica, 0.0
     yield "storage", prompt.scheduled_s + prompt_s, prompt.replica, 0.0
@@ -58,9 +58,3 @@ def _bounds(times: PhaseTimes) -> Iterator[tuple[str, float, ReplicaId, float]]:
         yield "prefill-queue", step.start_s + prompt_s, prompt.replica, 0.0
         yield "prefill", step.end_s + prompt_s, prompt.replica, step.communication_s
     yield "transfer", times.sent_s + decode_s, times.decode, 0.0
-
-
-def _shift_s(clock: ClockReading, here: ClockReading) -> float:
-    """Return what to add to times of ``clock`` to get those of ``here``."""
-    is_shared = clock.machine in ("", here.machine)
-    return 0.0 if is_shared else clock.unix_offset_s - here.unix_offset_s

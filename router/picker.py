@@ -181,9 +181,7 @@ class Picker:
         decode = self._choose(
             Role.DECODE, self._with_pages(decodes, request.max_len, request.tenant) or decodes, request, room
         )
-        if request.is_probe:
-            return Placement(prefill=None, decode=decode.peer)
-        if self._skips_prefill(decode.peer, request):
+        if request.is_probe or self._skips_prefill(decode.peer, request):
             return Placement(prefill=None, decode=decode.peer)
         prefill = self._choose(Role.PREFILL, self._with_room(prefills) or prefills, request, room)
         known = KnownTokens()

@@ -79,9 +79,8 @@ class RequestTrace:
         handoff = []
         parts = sorted(self.parts, key=lambda part: (part.replica.startswith("decode"), part.global_rank))
         for pid, part in enumerate(parts, start=2):
-            is_local = part.clock.machine == clock.machine
-            shift_s = 0.0 if is_local else part.clock.unix_offset_s - clock.unix_offset_s
-            for event in _process(pid, _rank_name(part.replica, part.global_rank), part.intervals, origin_s - shift_s):
+            name, part_origin_s = _rank_name(part.replica, part.global_rank), origin_s - part.clock.shift_s(clock)
+            for event in _process(pid, name, part.intervals, part_origin_s):
                 yield event
                 if event["name"] == _RECEIVING or event.get("cat") == _WRITES:
                     handoff.append(event)

@@ -76,9 +76,14 @@ class ClockReading(msgspec.Struct, frozen=True, kw_only=True):
     """Offset of a process's monotonic clock from Unix time."""
 
     machine: str
-    """Machine id; processes with the same id share a monotonic clock."""
+    """Machine id; processes with the same id share a monotonic clock. Empty for the reader's own machine."""
     unix_offset_s: float
     """Unix time minus monotonic time; across machines, only as accurate as their clocks."""
+
+    def shift_s(self, here: "ClockReading") -> float:
+        """Return what to add to times of this clock to get those of ``here``."""
+        is_shared = self.machine in ("", here.machine)
+        return 0.0 if is_shared else self.unix_offset_s - here.unix_offset_s
 
 
 def read_clock() -> ClockReading:

@@ -46,11 +46,9 @@ class SampledTokens:
     def wait(self) -> dict[Room, Sampled]:
         """Wait for every sampled request's token. Call this only once."""
         sampled = dict(zip(self.rooms, self.pending.wait(), strict=True)) if self.pending is not None else {}
-        reported = {
-            room: structs.replace(sampled[room], prompt_logprobs=reported)
-            for room, reported in self.prompt_logprobs.items()
-        }
-        return sampled | reported
+        for room, logprobs in self.prompt_logprobs.items():
+            sampled[room] = structs.replace(sampled[room], prompt_logprobs=logprobs)
+        return sampled
 
     def input_of(
         self, scheduled: Sequence[ScheduledRequest], tp: Communicator, device: Device
