@@ -36,10 +36,9 @@ class BootstrapClient:
     the table rejects the request.
     """
 
-    def __init__(self, url: str, token: str, timeout_s: float = 5.0) -> None:
+    def __init__(self, url: str, token: str) -> None:
         self._url = url
-        self._timeout_s = timeout_s
-        self._http = httpx.Client(base_url=url, headers=_headers(token), timeout=timeout_s, trust_env=False)
+        self._http = httpx.Client(base_url=url, headers=_headers(token), trust_env=False)
 
     def register(self, record: RankRecord) -> None:
         """Register one rank. Idempotent."""
@@ -60,11 +59,13 @@ class BootstrapClient:
         self._call("DELETE", f"/replicas/{replica}?{query}")
 
     def table(self) -> TableSnapshot:
-        return msgspec.json.decode(self._call("GET", "/table").content, type=TableSnapshot)
+        snapshot = self.watch(_NO_VERSION, 0.0)
+        assert snapshot is not None, "no table has this version"
+        return snapshot
 
     def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
         """Wait for a table whose version differs from ``version``; return None after the timeout."""
-        reply = self._call("GET", _watch_path(version, timeout_s), timeout_s=timeout_s + self._timeout_s)
+        reply = self._call("GET", _watch_path(version, timeout_s), timeout_s=timeout_s + _ANSWER_S)
         return _snapshot(reply)
 
     def close(self) -> None:
@@ -79,11 +80,9 @@ class BootstrapClient:
             raise
         return True
 
-    def _call(
-        self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None
-    ) -> httpx.Response:
+    def _call(self, method: str, path: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> httpx.Response:
         try:
-            reply = self._http.request(method, path, content=body, timeout=timeout_s or self._timeout_s)
+            reply = self._http.request(method, path, content=body, timeout=timeout_s)
         except httpx.TransportError as exc:
             why = f"the bootstrap service at {self._url} does not respond: {exc or type(exc).__name__}"
             raise PeerUnreachableError(why) from exc
@@ -122,7 +121,7 @@ def follow_table(
     """Yield the table now, after every change and after every error; None if it is unchanged or unavailable.
 
     Args:
-        watch: the method ``watch`` of a BootstrapClient.
+        watch: waits for a table as `BootstrapClient.watch` does.
         poll_s: returns the timeout of the next wait for a change.
         on_lost: called each time that the service does not send a table.
     """

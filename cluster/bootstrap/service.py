@@ -17,7 +17,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from cluster.bootstrap.table import BootstrapTable, ErrorDetail, ErrorReply, TableRefusedError, WatchedTable
 from cluster.http.connection import BoundedHttpProtocol
@@ -51,7 +51,6 @@ def create_app(table: BootstrapTable, token: str, clock: Clock) -> FastAPI:
     app.add_exception_handler(StarletteHTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _bad_parameter)
     app.add_exception_handler(ClientDisconnect, _left)
-    app.add_middleware(_HeadAsGet)
     app.include_router(_routes(watched), dependencies=[Depends(_bearer(token))])
 
     @app.get("/health")
@@ -137,18 +136,6 @@ class BootstrapProtocol(BoundedHttpProtocol):
         return _error(refusal.status, refusal.code, str(refusal))
 
 
-class _HeadAsGet:
-    """ASGI application that answers HEAD wherever GET is answered; the connection sends only the head."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
-        await self._app(scope, receive, send)
-
-
 class _Server(uvicorn.Server):
     """HTTP server that ends all watches before it waits for open requests."""
 
@@ -205,10 +192,6 @@ def _routes(watched: WatchedTable) -> APIRouter:
     async def unregister(replica: str, incarnation: Number, reaped: bool = False) -> Response:
         table.unregister(_member(replica), Incarnation(incarnation), reaped=reaped)
         return changed()
-
-    @routes.get("/table")
-    async def whole_table() -> Response:
-        return _json(table.snapshot(watched.now_s()))
 
     @routes.get("/watch")
     async def watch(version: int, timeout_s: Annotated[float, Query(ge=0, le=MAX_WATCH_S)] = 30.0) -> Response:

@@ -106,9 +106,10 @@ class Cycle:
         self._departure.happen()
 
     async def run_asgi(self, app: ASGIApp) -> None:
-        """Answer the request, and close the connection if ``app`` fails."""
+        """Answer the request, and close the connection if ``app`` fails. HEAD is answered like GET, without a body."""
+        scope = {**self.scope, "method": "GET"} if self.scope["method"] == "HEAD" else self.scope
         try:
-            await app(self.scope, self.receive, self.send)
+            await app(scope, self.receive, self.send)
             assert self.response_complete or self.disconnected, "the application did not complete its response"
         except BaseException as error:
             _log.error("a request failed", exc_info=error)

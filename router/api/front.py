@@ -93,8 +93,6 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # the connection sends only the head
-            scope = {**scope, "method": "GET"}
         headers = {name: value for name, value in reversed(scope["headers"]) if name in _READ_HEADERS}
         arrival = Arrival(request_id="", arrived_s=scope[ARRIVED_KEY], headers=headers)
         given = arrival.header(_ID_HEADER) or ""
