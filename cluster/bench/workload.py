@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from cluster.spec.errors import UserError
+from cluster.spec.kv import counted
 
 FIRST_TOKEN_ID = 300
 """First token id that is a complete character or word in common vocabularies. Smaller ids are special tokens and single
@@ -82,7 +83,8 @@ def random_workload(
         PlannedRequest(arrival_s=arrival_s, output_len=output_len, prompt=_random_prompt(input_len, f"prompt {index}"))
         for index, arrival_s in enumerate(_arrivals_s(num_requests, request_rate))
     ]
-    title = f"{_requests(num_requests)} of {input_len}/{output_len} tokens, {_describe_load(request_rate, concurrency)}"
+    requested = f"{counted(num_requests, 'request')} of {input_len}/{output_len} tokens"
+    title = f"{requested}, {_describe_load(request_rate, concurrency)}"
     return Workload(requests=requests, concurrency=concurrency, title=title)
 
 
@@ -96,7 +98,7 @@ def text_workload(
         PlannedRequest(arrival_s=arrival_s, output_len=output_len, prompt=text)
         for (text, output_len), arrival_s in zip(texts, _arrivals_s(len(texts), request_rate), strict=True)
     ]
-    title = f"{_requests(len(texts))} of {name}, {_describe_load(request_rate, concurrency)}"
+    title = f"{counted(len(texts), 'request')} of {name}, {_describe_load(request_rate, concurrency)}"
     return Workload(requests=requests, concurrency=concurrency, title=title)
 
 
@@ -149,7 +151,7 @@ def trace_workload(
         for entry in entries
     ]
     lengths = f"lengths x {block_len / BLOCK_LEN:.3g}, speed x {speed:g}"
-    title = f"{_requests(len(entries))} of a trace, {lengths}, {_describe_limit(concurrency)}"
+    title = f"{counted(len(entries), 'request')} of a trace, {lengths}, {_describe_limit(concurrency)}"
     return Workload(requests=requests, concurrency=concurrency, title=title)
 
 
@@ -161,10 +163,6 @@ def _check_positive(option: str, value: float) -> None:
 def random_tokens(seed: str, count: int) -> list[int]:
     """Return ids of ordinary tokens. Equal seeds yield equal ids."""
     return random.Random(seed).choices(range(FIRST_TOKEN_ID, VOCAB_SIZE), k=count)
-
-
-def _requests(count: int) -> str:
-    return "1 request" if count == 1 else f"{count} requests"
 
 
 def _describe_load(request_rate: float | None, concurrency: int | None) -> str:

@@ -69,7 +69,7 @@ class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
         parts = " + ".join(f"{part.name} {part.dim}" for part in self.parts)
         dtypes = "/".join(dict.fromkeys(part.dtype for part in self.parts))
         window = f", window {self.window}" if self.window else ""
-        heads, layers = _counted(self.num_heads, "head"), _counted(len(self.layers), "layer")
+        heads, layers = counted(self.num_heads, "head"), counted(len(self.layers), "layer")
         return f"{self.name} ({layers}, {heads}, {parts} {dtypes}{window})"
 
 
@@ -217,7 +217,8 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, as in "1 head" and "2 heads"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

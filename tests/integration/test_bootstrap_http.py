@@ -369,6 +369,15 @@ async def test_follow_table_async_continues_after_invalid_tables() -> None:
         await tables.aclose()
 
 
+def test_an_answer_that_is_no_table_is_an_error() -> None:
+    with (
+        ailing_service([(200, b"hello")]) as url,
+        closing(BootstrapClient(url, TOKEN)) as client,
+        pytest.raises(PeerUnreachableError, match="the response is not a table"),
+    ):
+        client.table()
+
+
 def test_invalid_tables_count_as_a_lost_service() -> None:
     lost: list[int] = []
     with ailing_service() as url:

@@ -30,6 +30,10 @@ def whole_runs(extend_lens: Sequence[int], prefix_lens: Sequence[int]) -> list[R
     return [Run(request, prefix, length, 1) for request, (length, prefix) in enumerate(lens)]
 
 
+def none(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> list[list[Run]]:
+    return [whole_runs(extend_lens, prefix_lens)] * cp
+
+
 def whole_request(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> list[list[Run]]:
     """Assign entire requests, heaviest first, each to the rank with the fewest (query, key) pairs so far."""
     loads = [(0, cp_rank) for cp_rank in range(cp)]
@@ -79,6 +83,7 @@ def _by_segment(
 
 
 STRATEGIES: dict[Strategy, Split] = {
+    Strategy.NONE: none,
     Strategy.WHOLE_REQUEST: whole_request,
     Strategy.CONTIGUOUS: contiguous,
     Strategy.ZIGZAG: zigzag,
@@ -191,10 +196,12 @@ def make_shard_plan(strategy: Strategy, extend_lens: Sequence[int], prefix_lens:
     assert cp > 0, f"cp must be positive, got {cp}"
     assert len(extend_lens) == len(prefix_lens), f"{len(extend_lens)} extend, {len(prefix_lens)} prefix lengths"
     assert min((*extend_lens, *prefix_lens), default=0) >= 0, f"negative length in {extend_lens} or {prefix_lens}"
-    if cp == 1 or strategy is Strategy.NONE:
-        runs = (tuple(run for run in whole_runs(extend_lens, prefix_lens) if run.count),) * cp
+    split = STRATEGIES[strategy] if cp > 1 else none
+    if split is none:
+        # A decode step has no runs to drop or join.
+        runs = (tuple(run for run in none(extend_lens, prefix_lens, 1)[0] if run.count),) * cp
     else:
-        runs = tuple(coalesce(rank_runs) for rank_runs in STRATEGIES[strategy](extend_lens, prefix_lens, cp))
+        runs = tuple(coalesce(rank_runs) for rank_runs in split(extend_lens, prefix_lens, cp))
     return ShardPlan(cp, strategy, tuple(extend_lens), tuple(prefix_lens), runs)
 
 

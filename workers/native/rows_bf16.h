@@ -61,7 +61,7 @@ inline void load_all_pairs(const bf16* const* keys, int64_t d, __m512i x[kLanes]
   }
 }
 
-// Load pairs as above. Dims from head_dim on are zeros.
+// Load 32 dims, from d on, of 16 keys with head_dim dims, as in load_all_pairs. Dims beyond these are zeros.
 inline void load_pairs(const bf16* const* keys, int64_t d, int64_t head_dim, __m512i x[kLanes]) {
   if (__builtin_expect(d + 32 <= head_dim, 1)) return load_all_pairs(keys, d, x);
   alignas(64) bf16 copies[kLanes][32];

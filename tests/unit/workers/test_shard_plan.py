@@ -33,7 +33,7 @@ def imbalance(plan: ShardPlan) -> float:
 
 
 def test_every_strategy_is_registered() -> None:
-    assert set(STRATEGIES) == set(Strategy) - {Strategy.NONE}
+    assert set(STRATEGIES) == set(Strategy)
 
 
 @settings(deadline=None)
