@@ -237,7 +237,7 @@ class KvSender:
         if self._memory is not None:
             for source in sources:
                 self._memory.publish(source, after)
-        writes = [Write(rank.endpoint, source.spans_to(target)) for rank, source, target in parts]
+        writes = _writes(parts)
         if not is_complete or self._config.verify is not Verify.DIGEST:
             return writes, []
         return writes, [
@@ -314,3 +314,7 @@ class KvSender:
         """Stop the writer and discard its queue."""
         self._writer.close()
         self._outbox.close()
+
+
+def _writes(parts: Sequence[_Part]) -> list[Write]:
+    return [Write(rank.endpoint, source.spans_to(target)) for rank, source, target in parts]
