@@ -19,7 +19,7 @@ from typing import Any, Self
 import ray
 import ray._private.auto_init_hook as ray_auto_init
 import ray._private.worker as ray_worker
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, OutOfMemoryError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -313,6 +313,8 @@ def _error(title: str, error: BaseException) -> BaseException:
             cause.add_note(str(error))
             return cause
         return BatonError(f"{title}: {first_line(error)}")
+    if isinstance(error, OutOfMemoryError):
+        return PeerUnreachableError(f"Ray killed the process of {title}, because memory of its machine ran low")
     if isinstance(error, RayError):
         return PeerUnreachableError(f"the process of {title} died")
     return error

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,6 +155,17 @@ def test_plain_class_runs_in_a_process_of_its_own(ray_system: "RaySystem") -> No
     assert not is_alive(process)
     with pytest.raises(PeerUnreachableError, match="the process of plain died"):
         blocked.result(WAIT_S)
+
+
+def test_memory_is_named_as_the_cause_when_ray_kills_a_process_for_it() -> None:
+    from ray.exceptions import OutOfMemoryError
+
+    from cluster.ray_system.adapter import _translated
+
+    rays: Future[None] = Future()
+    rays.set_exception(OutOfMemoryError("1 worker(s) were killed due to the node running low on memory."))
+    with pytest.raises(PeerUnreachableError, match="Ray killed the process of cp1, because memory of its machine"):
+        _translated("cp1", rays).result(WAIT_S)
 
 
 def test_errors_are_returned_as_raised(ray_system: "RaySystem") -> None:
