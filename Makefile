@@ -72,7 +72,7 @@ $(VENV)/.serve $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/pip || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is \
 	missing:  apt-get install -y $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 1; }
 	@test -x $(VENV)/bin/pip || { echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
-	@echo "installing PyTorch $(TORCH) (about 190 MB the first time)"
+	@echo "installing PyTorch $(TORCH) (about $(if $(findstring +cpu,$(TORCH)),190 MB,3 GB) the first time)"
 	@$(PIP) "torch==$(TORCH)" 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) "torch==$(TORCH)"
 	@echo "installing Ray, transformers and the rest, as pinned in constraints.txt"
 	@$(PIP) --editable ".[$(EXTRAS_$*)]"

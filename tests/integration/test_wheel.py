@@ -1,5 +1,6 @@
-"""The wheel contains every file that Baton reads at run time."""
+"""The wheel contains every file that Baton reads at run time, and the pinned packages can be installed together."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -22,3 +23,12 @@ def test_the_wheel_has_sources_pages_and_deploy_files(tmp_path: Path) -> None:
     names = {name.partition(".data/data/share/baton/")[2] or name for name in zipfile.ZipFile(wheel).namelist()}
     product = ("cluster", "workers", "transfer", "router")
     assert {str(file) for file in files if file.parts[0] in product or file.match("deploy/*.yaml")} <= names
+
+
+@pytest.mark.full
+def test_the_pins_are_those_of_pytorch_for_gpus() -> None:
+    """Downloads PyTorch's CUDA build, which requires one version of Triton."""
+    makefile = (readme.ROOT / "Makefile").read_text(encoding="utf-8")
+    (version,) = re.findall(r"^TORCH +\?= (.+)\+cpu$", makefile, re.MULTILINE)
+    pip = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run", "--ignore-installed", "-c", "constraints.txt"]
+    subprocess.run([*pip, f"torch==={version}"], cwd=readme.ROOT, check=True)
