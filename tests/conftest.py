@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
-from cluster.cli.doctor import installed_version, missing_mooncake_packages
+from cluster.cli.doctor import MOONCAKE_PACKAGES, installed_version, missing_mooncake_packages
 from cluster.compilation import CannotCompileError
 from tests.leftovers import Before, find_leftovers
 from workers.native.compile import find_compiler
@@ -136,7 +136,7 @@ def _mooncake_missing(items: list[pytest.Item]) -> str | None:
         return None
     if packages := missing_mooncake_packages():
         return f"apt-get install -y {' '.join(packages)}"
-    if installed_version("mooncake-transfer-engine-non-cuda") or installed_version("mooncake-transfer-engine"):
+    if any(map(installed_version, MOONCAKE_PACKAGES)):
         return None
     return "pip install -c constraints.txt -e '.[mooncake]'"
 

@@ -29,9 +29,19 @@ from cluster.spec.errors import UserError
 from cluster.spec.memory import GIB
 from workers.native.compile import find_compiler
 
-MOONCAKE_PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
-MOONCAKE_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1"}
-"""Shared libraries that the mooncake wheel links to, and the Debian packages that contain them."""
+MOONCAKE_PACKAGES = (
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine",
+)
+"""Builds without CUDA, for CUDA 13 and for CUDA 12."""
+MOONCAKE_LIBRARIES = {
+    "libibverbs.so.1": "libibverbs1",
+    "libmlx5.so.1": "ibverbs-providers",
+    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": "libcurl4",
+}
+"""Shared libraries that Mooncake's wheels link to, and the Debian packages that contain them."""
 ENDPOINT = ("127.0.0.1", 8000)
 _MEASURE_S = 120
 """Maximum time to compile and time the attention backends."""

@@ -19,8 +19,6 @@ def make_backend(
     try:
         from transfer.backends.mooncake import MooncakeBackend
     except ImportError as error:
-        raise UserError(
-            f"transfer.backend: mooncake cannot be loaded ({error}); it needs the Python package "
-            "mooncake-transfer-engine-non-cuda and the Debian packages libibverbs1 librdmacm1 libnuma1"
-        ) from error
+        message = f"transfer.backend: mooncake cannot be loaded ({error}); `baton doctor` shows what is missing"
+        raise UserError(message) from error
     return MooncakeBackend(host, protocol)

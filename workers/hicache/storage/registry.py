@@ -120,10 +120,8 @@ def _mooncake_store(config: StorageConfig, host: str) -> StorageBackend:
     try:
         from workers.hicache.storage.mooncake_store import MooncakeStorage
     except ImportError as error:
-        raise UserError(
-            f"hicache.storage.backend: mooncake_store cannot be loaded ({error}); it needs the Python package "
-            "mooncake-transfer-engine-non-cuda and the Debian packages libibverbs1 librdmacm1 libnuma1"
-        ) from error
+        what = f"hicache.storage.backend: mooncake_store cannot be loaded ({error})"
+        raise UserError(f"{what}; `baton doctor` shows what is missing") from error
     folder = _folder(config)
     return MooncakeStorage(host, config.master, key=PrivateFolder(folder).key if folder else NO_KEY)
 
