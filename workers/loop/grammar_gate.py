@@ -2,9 +2,11 @@
 
 from concurrent.futures import Future
 
+from msgspec.structs import replace
+
 from cluster.grammar import Compiled, Grammars, compile_s
 from cluster.spec.ids import Room
-from cluster.spec.messages import Submit
+from cluster.spec.messages import Inquire, Submit
 from workers.scheduler.replica_leader import ReplicaLeader
 
 _MOST_HELD_S = 4.0
@@ -33,6 +35,11 @@ class GrammarGate:
             return
         self._waiting.append((self._grammars.prepare(submit.sampling.grammar, submit.tenant), submit))
         self.pass_on(now_s)
+
+    def unless_waiting(self, inquire: Inquire) -> Inquire:
+        """Return an inquiry without the requests that wait here, which the leader would report as lost."""
+        waiting = {submit.room for _, submit in self._waiting}
+        return replace(inquire, rooms=[room for room in inquire.rooms if room not in waiting])
 
     def pass_on(self, now_s: float) -> None:
         """Pass on the requests whose grammars are compiled. Refuse those for which there is no room."""

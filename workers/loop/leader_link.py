@@ -8,7 +8,7 @@ import msgspec
 from cluster.channel import Inbox, Outbox, send_or_log, send_to_ranks
 from cluster.spec.clock import IDLE_WAIT_S, Clock
 from cluster.spec.errors import QuarantineError
-from cluster.spec.messages import Message, Submit
+from cluster.spec.messages import Inquire, Message, Submit
 from cluster.spec.registry import RankRecord, ReplicaLoad
 from cluster.spec.step_messages import StepPlan, StepResult
 from cluster.spec.tiers import TierJob
@@ -70,6 +70,8 @@ class LocalLink:
         if isinstance(message, Submit):
             self._gate.submit(message, self._clock.now_s())
         else:
+            if isinstance(message, Inquire):
+                message = self._gate.unless_waiting(message)
             self._leader.on_message(message, self._clock.now_s())
 
     def next_plans(self) -> Sequence[StepPlan]:

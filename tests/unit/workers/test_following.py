@@ -11,8 +11,8 @@ import pytest
 
 from cluster.grammar import Compiled
 from cluster.spec.clock import IDLE_WAIT_S
-from cluster.spec.ids import Room
-from cluster.spec.messages import Message, Submit
+from cluster.spec.ids import Incarnation, Room
+from cluster.spec.messages import Inquire, Message, Submit
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.step_messages import Shutdown, StepPlan, StepShape
 from cluster.spec.tiers import TierJob, TierJobKind
@@ -130,7 +130,12 @@ def test_a_tier_job_follows_the_steps_before_it() -> None:
 
 
 def test_a_request_waits_for_its_grammar_outside_the_scheduler() -> None:
+    """The leader, which does not know the request yet, would report it as lost."""
     compiled, passed = Future[Compiled](), list[Room]()
+
+    def on_message(message: Submit | Inquire, _: float) -> None:
+        passed.extend([message.room] if isinstance(message, Submit) else message.rooms)
+
     leader: Any = SimpleNamespace(
         num_ahead=0,
         must_end="",
@@ -139,7 +144,7 @@ def test_a_request_waits_for_its_grammar_outside_the_scheduler() -> None:
         next_plans=lambda: (),
         next_deadline_s=lambda: None,
         take_outgoing=lambda: [],
-        on_message=lambda message, _: passed.append(message.room),
+        on_message=on_message,
     )
     spec: Any = SimpleNamespace(coords=SimpleNamespace(dp=0), sizes=SimpleNamespace(dp=1))
     rank: Any = SimpleNamespace(grammars=SimpleNamespace(prepare=lambda *_: compiled))
@@ -151,9 +156,14 @@ def test_a_request_waits_for_its_grammar_outside_the_scheduler() -> None:
     link.on_message(submit_of(2, Sampling()))
     link.next_plans()
     assert (passed, link.idle_wait_s()) == ([2], leader_link.COMPILING_WAIT_S)
+    inquire = Inquire(rooms=[Room(1), Room(2)], sender=peer_of("router"), incarnation=Incarnation(1))
+    link.on_message(inquire)
+    assert passed == [2, 2]
     compiled.set_result(Compiled(nobody, 0.0))
     link.next_plans()
-    assert (passed, link.idle_wait_s()) == ([2, 1], IDLE_WAIT_S)
+    assert (passed, link.idle_wait_s()) == ([2, 2, 1], IDLE_WAIT_S)
+    link.on_message(inquire)
+    assert passed == [2, 2, 1, 1, 2]
 
 
 def submit_of(room: int, sampling: Sampling) -> Submit:
