@@ -163,7 +163,8 @@ def test_memory_is_named_as_the_cause_when_ray_kills_a_process_for_it() -> None:
     from cluster.ray_system.adapter import _translated
 
     rays: Future[None] = Future()
-    rays.set_exception(OutOfMemoryError("1 worker(s) were killed due to the node running low on memory."))
+    killed = OutOfMemoryError("1 worker(s) were killed due to the node running low on memory.")  # type: ignore[no-untyped-call]
+    rays.set_exception(killed)
     with pytest.raises(PeerUnreachableError, match="Ray killed the process of cp1, because memory of its machine"):
         _translated("cp1", rays).result(WAIT_S)
 
