@@ -38,10 +38,10 @@ def first_model(client: httpx.Client) -> str:
     response = client.get("/v1/models")
     if response.status_code != 200:
         raise status_error(response, "/v1/models: ")
-    models = response.json()["data"]
-    if not models:
-        raise EndpointError("/v1/models: the list is empty")
-    return str(models[0]["id"])
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise EndpointError(f"/v1/models: got {response.text[:80]!r}; expected a list of models") from error
 
 
 def count_tokens(client: httpx.Client, model: str, text: str) -> int:

@@ -6,13 +6,14 @@ import math
 from functools import partial
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.bench.dataset import PromptEntry, read_dataset, read_trace
-from cluster.bench.endpoint import EndpointError, error_message, parse_line
+from cluster.bench.endpoint import EndpointError, error_message, first_model, parse_line
 from cluster.bench.load import Goals, Quantiles, RequestRecord, summarize
 from cluster.bench.workload import (
     BLOCK_LEN,
@@ -112,6 +113,16 @@ def test_stream_lines() -> None:
 )
 def test_error_messages(body: str, message: str) -> None:
     assert error_message(body) == message
+
+
+@pytest.mark.parametrize("body", ["<html>Welcome</html>", "[]", '{"models": []}', '{"data": []}', '{"data": [{}]}'])
+def test_an_endpoint_without_models_is_an_error(body: str) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=body))
+    with (
+        httpx.Client(base_url="http://endpoint", transport=transport) as client,
+        pytest.raises(EndpointError, match=r"/v1/models: got .* expected a list of models"),
+    ):
+        first_model(client)
 
 
 def _values(quantiles: Quantiles | None) -> tuple[float, ...]:
