@@ -38,19 +38,18 @@ class Faults:
             case FaultKind.KILL:
                 self._kill(fault)
             case FaultKind.PAUSE:
-                self._pause(self._driver.replicas[fault.member], fault.duration_s)
-                self._env.after(fault.duration_s, self._end_fault)
+                self._end_after(fault.duration_s, self._pause(self._driver.replicas[fault.member]))
             case FaultKind.PARTITION:
                 self._partition(self._machine(fault.member), self._machine(fault.other), fault.duration_s)
             case FaultKind.ONE_WAY:
-                directions = (self._machine(fault.member), self._machine(fault.other))
-                self._cut(fault.duration_s, directions)
+                self._cut(fault.duration_s, (self._machine(fault.member), self._machine(fault.other)))
             case FaultKind.LOSE_MACHINE:
                 self._lose_machine(fault)
             case FaultKind.STALL:
-                self._stall(fault, fault.duration_s)
+                self._end_after(fault.duration_s, self._driver.stall(fault.member, fault.rank))
             case FaultKind.HANG:
-                self._stall(fault, None)
+                self._driver.stall(fault.member, fault.rank)
+                self._end_fault()
             case FaultKind.DRAIN:
                 self._driver.replicas[fault.member].leader.receive(Drain())
                 self._end_fault()
@@ -81,51 +80,41 @@ class Faults:
             driver.replicas[fault.member].kill_rank(fault.rank)
         self._end_fault()
 
-    def _stall(self, fault: Fault, duration_s: float | None) -> None:
-        """Stall a loop for a while or, without a duration, until its process is replaced."""
-        proceed = self._driver.stall(fault.member, fault.rank)
-        if duration_s is None:
-            self._end_fault()
-            return
-
-        def end() -> None:
-            proceed()
-            self._end_fault()
-
-        self._env.after(duration_s, end)
-
-    def _pause(self, replica: Replica, duration_s: float) -> None:
-        for rank in (ranks := replica.ranks):
+    def _pause(self, replica: Replica) -> Callable[[], None]:
+        """Pause all processes; return a function that resumes them."""
+        for rank in replica.ranks:
             rank.pause()
 
         def resume() -> None:
-            for rank in ranks:
+            for rank in replica.ranks:
                 rank.resume()
 
-        self._env.after(duration_s, resume)
+        return resume
 
     def _lose_machine(self, fault: Fault) -> None:
         replica, random = self._driver.replicas[fault.member], self._env.random
         lost_s = random.uniform(1, MACHINE_LOST_S) + fault.duration_s
         self._partition(replica.machine, HOME, lost_s)
         if random.random() < 0.5:
-            self._pause(replica, random.uniform(0, lost_s))
+            resume = self._pause(replica)
+            self._env.after(random.uniform(0, lost_s), resume)
 
     def _partition(self, machine: str, other: str, duration_s: float) -> None:
         self._cut(duration_s, (machine, other), (other, machine))
 
     def _cut(self, duration_s: float, *directions: tuple[str, str]) -> None:
-        network = self._env.network
-        network.cut(*directions)
-
-        def heal() -> None:
-            network.heal(*directions)
-            self._end_fault()
-
-        self._env.after(duration_s, heal)
+        self._env.network.cut(*directions)
+        self._end_after(duration_s, partial(self._env.network.heal, *directions))
 
     def _machine(self, member: str) -> str:
         return HOME if member == HOME else self._driver.replicas[member].machine
+
+    def _end_after(self, duration_s: float, undo: Callable[[], None]) -> None:
+        def end() -> None:
+            undo()
+            self._end_fault()
+
+        self._env.after(duration_s, end)
 
     def _end_fault(self) -> None:
         self.num_open -= 1
