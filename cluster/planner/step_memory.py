@@ -143,15 +143,10 @@ def graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
         (cost.dense / (parallel.dp * parallel.tp) + cost.routed / moe_tp_size(parallel)) / hidden
         for cost in model.config.layer_costs
     )
-    widths = own + shards * (inner + _answers_width(model.config))
+    widths = own + shards * (inner + model.config.experts_per_token * hidden)
     step = pool.max_requests * widths * DTYPE_BYTES[model.dtype]
     step += _SCORE_BYTES * num_scores * model.config.selects_keys
     return tables + step + len(sizes) * model.geometry.num_layers * _GRAPH_LAYER_BYTES + _WORKSPACE_BYTES
-
-
-def _answers_width(config: DecoderConfig) -> int:
-    """Return the total output width of the experts that a token chooses."""
-    return config.experts_per_token * config.hidden_size
 
 
 def _num_shards(parallel: AnyParallel, config: DecoderConfig) -> int:
