@@ -6,6 +6,7 @@ from random import Random
 
 from cluster.simulator.scenario import (
     COMMANDS,
+    MILD,
     OBSERVERS,
     PAGE_SIZE,
     VOCAB_SIZE,
@@ -21,15 +22,6 @@ from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.ids import Role, replica_id
 from cluster.spec.registry import KvOwnership, TransferMode, Verify
 from cluster.spec.strategy import DpPolicy
-
-_MILD_KINDS = (
-    FaultKind.KILL,
-    FaultKind.PAUSE,
-    FaultKind.DRAIN,
-    FaultKind.LOSE_MACHINE,
-    FaultKind.STALL,
-    FaultKind.HANG,
-)
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -59,7 +51,7 @@ def draw_mild(random: Random, scenario: Scenario) -> Scenario:
 
 
 def _draw_mild_fault(random: Random) -> Fault:
-    kind = random.choice([FaultKind.KILL, FaultKind.ONE_WAY, *_MILD_KINDS])
+    kind = random.choice([FaultKind.KILL, *MILD])
     at_s, duration_s = random.uniform(0, 10), random.uniform(0.1, 12)
     members = ["prefill-0", "decode-0"]
     if kind is FaultKind.ONE_WAY:
@@ -152,11 +144,9 @@ def _draw_fault(random: Random, members: list[str]) -> Fault:
     kind = random.choices(kinds, weights=[5, 3, 2, 2, 1, 3, 2, 1])[0]
     replicas = members[2:]
     at_s = random.uniform(0, 10)
-    if kind is FaultKind.KILL:
-        return Fault(kind=kind, at_s=at_s, member=random.choice(members), rank=random.randrange(8))
     if kind is FaultKind.STALL:
         return _draw_stall(random, [*members, "driver"])
-    if kind is FaultKind.HANG:
+    if kind in (FaultKind.KILL, FaultKind.HANG):
         return Fault(kind=kind, at_s=at_s, member=random.choice(members), rank=random.randrange(8))
     if kind in (FaultKind.PARTITION, FaultKind.ONE_WAY):
         member, other = random.sample([*replicas, "home"], 2)

@@ -50,17 +50,16 @@ class FaultKind(StrEnum):
 
 COMMANDS = frozenset({FaultKind.RESTART, FaultKind.SCALE, FaultKind.STAND_BY})
 """Faults that are operator commands; no component fails in them."""
-_MILD = frozenset(
-    {
-        FaultKind.KILL,
-        FaultKind.PAUSE,
-        FaultKind.ONE_WAY,
-        FaultKind.LOSE_MACHINE,
-        FaultKind.STALL,
-        FaultKind.HANG,
-        FaultKind.DRAIN,
-    }
+MILD = (
+    FaultKind.ONE_WAY,
+    FaultKind.KILL,
+    FaultKind.PAUSE,
+    FaultKind.DRAIN,
+    FaultKind.LOSE_MACHINE,
+    FaultKind.STALL,
+    FaultKind.HANG,
 )
+"""Faults that may occur in a mild scenario."""
 OBSERVERS = ("bootstrap", "driver")
 """Processes that judge others and serve no requests. If only they stall, nothing else may fail."""
 
@@ -196,7 +195,7 @@ class Scenario:
         healthy = set(self.members) - faulty
         return (
             self.hazards == Hazards()
-            and all(fault.kind in _MILD for fault in self.faults)
+            and all(fault.kind in MILD for fault in self.faults)
             and len(self.faults) <= _MAX_MILD_FAULTS
             and "router" in healthy
             and all(any(name.startswith(role) for name in healthy) for role in Role)
