@@ -65,7 +65,11 @@ class Bootstrap:
 
     def snapshot(self) -> TableSnapshot | None:
         """Return the table; None while the service does not answer."""
-        return None if self._watched is None or self._loop.is_frozen else self._newest(self._watched)
+        if self._watched is None or self._loop.is_frozen:
+            return None
+        if self._snapshot is None or self._snapshot.version != self._watched.table.version:
+            self._snapshot = self._watched.table.snapshot(self._watched.now_s())
+        return self._snapshot
 
     def call(self, machine: str, request: Request, on_answer: Answer) -> None:
         """Call the table from a machine. ``on_answer`` gets None or the error."""
@@ -135,11 +139,6 @@ class Bootstrap:
         if watcher.seen_version != snapshot.version:
             watcher.seen_version = snapshot.version
             watcher.on_table(snapshot)
-
-    def _newest(self, watched: WatchedTable) -> TableSnapshot:
-        if self._snapshot is None or self._snapshot.version != watched.table.version:
-            self._snapshot = watched.table.snapshot(watched.now_s())
-        return self._snapshot
 
     def _delay_s(self, machine: str) -> float:
         return self._env.network.delay_s(machine != HOME)

@@ -127,7 +127,7 @@ class Memory:
             raise Violation(f"host page {page} of {self.session} is read before it is filled")
         return self.host_page(page)
 
-    def pieces(self, layers: range, lifetime: int = 0) -> Pieces:
+    def pieces(self, layers: range, lifetime: int) -> Pieces:
         """Return the pieces of a lifetime's page for the given layers, counted from the rank's first layer."""
         layout = self.record.layout
         page = PageRange(layout, [0], layout.layers[layers.start : layers.stop], lifetime=lifetime)

@@ -197,18 +197,15 @@ def _send_late_message(env: Environment, ticket: Ticket, page_bytes: int) -> Non
         "decode_incarnation": earlier.decode.incarnation,
     }
     num_pages = sum(map(len, ticket.pages))
+    times = PromptTimes(replica=prefill.replica, stored_s=0.0, scheduled_s=0.0, steps=[])
     names_and_size = names | {"num_pages": num_pages, "num_bytes": num_pages * page_bytes}
     responses: list[Message] = [
         Drained(**names),
         Done(**names_and_size, sender_rank=0),
-        Result(**names_and_size, token_ids=[0], senders=[0], times=_no_times(prefill)),
+        Result(**names_and_size, token_ids=[0], senders=[0], times=times),
     ]
     send = partial(env.network.send, prefill.address, ticket.decode.address, random.choice(responses))
     env.after(random.uniform(0, 0.1), send)
-
-
-def _no_times(peer: Peer) -> PromptTimes:
-    return PromptTimes(replica=peer.replica, stored_s=0.0, scheduled_s=0.0, steps=[])
 
 
 def _earlier(peer: Peer) -> Peer:

@@ -159,8 +159,10 @@ class RouterProcess(Process):
                 self.known_pages.on_kv_events(message, self.env.now_s())
 
     def _on_table(self, snapshot: TableSnapshot) -> None:
-        self._give_up(self.directory.update(snapshot, self.env.now_s()))
-        self.known_pages.on_table(self.env.now_s())
+        now_s = self.env.now_s()
+        for peer in self.directory.update(snapshot, now_s):
+            self._perform(self.requests.on_lost(peer, now_s))
+        self.known_pages.on_table(now_s)
 
     def _poll(self) -> None:
         now_s = self.env.now_s()
@@ -174,10 +176,6 @@ class RouterProcess(Process):
         snapshot = self._bootstrap.snapshot()
         if error is None and snapshot is not None:
             self.when_running(partial(self._on_table, snapshot))
-
-    def _give_up(self, lost: Iterable[Peer]) -> None:
-        for peer in lost:
-            self._perform(self.requests.on_lost(peer, self.env.now_s()))
 
     def _leave(self, choice_id: ChoiceId) -> None:
         if self.requests.is_open(choice_id):
