@@ -13,7 +13,6 @@ from cluster.launch.tools import Table, Tools
 from cluster.launch.waits import Deadline, DrainWatch, gather, raise_failure, send_until, wait_drained
 from cluster.logs import ProcessLog
 from cluster.placement import ReplicaPlacement
-from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation, role_of
@@ -82,11 +81,9 @@ class Gang:
     def drain(self, meeting: Rendezvous, timeout_s: float) -> bool:
         """Stop accepting requests; return whether all open requests ended in time."""
         deadline = Deadline(timeout_s)
-        watch = DrainWatch(self._placement.replica, self._incarnation, HEARTBEAT_S)
+        watch = DrainWatch(self._placement.replica, self._incarnation)
         with closing(self._tools.connect(meeting)) as table:
-            return self._send_until_shown(table, Drain(), deadline) and wait_drained(
-                table, watch, HEARTBEAT_S, deadline
-            )
+            return self._send_until_shown(table, Drain(), deadline) and wait_drained(table, watch, deadline)
 
     def resume(self, meeting: Rendezvous) -> bool:
         """Accept requests again; return whether the replica confirmed it."""

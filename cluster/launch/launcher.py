@@ -20,7 +20,6 @@ from cluster.launch.tools import Tools
 from cluster.launch.waits import LAST_WORDS_S, Capacity, Deadline, await_capacity, labelled
 from cluster.placement import ReplicaPlacement, place
 from cluster.processes import this_process
-from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig, TransferBackendName
 from cluster.spec.errors import BatonError, PeerLostError
 from cluster.spec.ids import Incarnation, ReplicaId
@@ -89,8 +88,7 @@ class Launcher:
 
     def follow_router(self, name: str, on_seen: Callable[[bool], None]) -> None:
         """Report whether a router process responds, as ``services.follow_router`` does. Never returns."""
-        address, key = partial(self._router_address, name), self._tools.channel_key
-        follow_router(address, self._home_host, key, on_seen, LEASE_S, HEARTBEAT_S)
+        follow_router(partial(self._router_address, name), self._home_host, self._tools.channel_key, on_seen)
 
     def _router_address(self, name: str) -> str:
         """Return a router process's channel address; during a restart, the previous one."""

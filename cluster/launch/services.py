@@ -13,6 +13,7 @@ from cluster.launch.kinds import router_environ, service_environ
 from cluster.launch.tools import Tools
 from cluster.launch.waits import Deadline, gather
 from cluster.logs import ProcessLog
+from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig, LogConfig
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import Incarnation
@@ -97,12 +98,7 @@ class RouterProcess(_Service):
 
 
 def follow_router(
-    address: Callable[[], str],
-    host: str,
-    key: ChannelKey | None,
-    on_seen: Callable[[bool], None],
-    timeout_s: float,
-    interval_s: float,
+    address: Callable[[], str], host: str, key: ChannelKey | None, on_seen: Callable[[bool], None]
 ) -> None:
     """Call ``on_seen`` with whether a router process responds, on every change and at each check without a response.
 
@@ -115,16 +111,16 @@ def follow_router(
     answered: bool | None = None
     with closing(Inbox(host, key)) as inbox, closing(Outbox(key)) as outbox:
         while True:
-            before, answered = answered, _answers(inbox, outbox, address(), timeout_s)
+            before, answered = answered, _answers(inbox, outbox, address())
             if not (before and answered):
                 on_seen(answered)
-            time.sleep(interval_s)
+            time.sleep(HEARTBEAT_S)
 
 
-def _answers(inbox: Inbox, outbox: Outbox, address: str, timeout_s: float) -> bool:
+def _answers(inbox: Inbox, outbox: Outbox, address: str) -> bool:
     inbox.receive(0)  # answers that came too late
     try:
         outbox.send(address, CheckHealth(reply_to=inbox.address))
     except PeerUnreachableError:  # many questions wait for a process that has ended
         return False
-    return bool(inbox.receive(timeout_s))
+    return bool(inbox.receive(LEASE_S))

@@ -10,6 +10,7 @@ from cluster.actors import ActorSystem, Demand, Machine
 from cluster.bootstrap.client import follow_table
 from cluster.launch.tools import Table
 from cluster.placement import demand_of, place
+from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId
@@ -155,10 +156,9 @@ class DrainWatch:
     short request may have finished between two heartbeats while its last tokens are still in flight.
     """
 
-    def __init__(self, replica: ReplicaId, incarnation: Incarnation, heartbeat_s: float) -> None:
+    def __init__(self, replica: ReplicaId, incarnation: Incarnation) -> None:
         self._replica = replica
         self._incarnation = incarnation
-        self._quiet_s = QUIET_HEARTBEATS * heartbeat_s
         self._since_s = 0.0
         self._num_taken: int | None = None
         """Number of requests accepted so far, from the latest heartbeat; None if it showed open requests."""
@@ -171,7 +171,7 @@ class DrainWatch:
 
     def is_over(self, now_s: float) -> bool:
         """Return whether the replica has been idle for long enough."""
-        return self._num_taken is not None and now_s - self._since_s >= self._quiet_s
+        return self._num_taken is not None and now_s - self._since_s >= QUIET_HEARTBEATS * HEARTBEAT_S
 
     def _taken_if_empty(self, snapshot: TableSnapshot) -> int | None:
         entry = snapshot.find(self._replica)
@@ -200,13 +200,13 @@ def send_until(
     return False
 
 
-def wait_drained(table: Table, watch: DrainWatch, poll_s: float, deadline: Deadline) -> bool:
-    """Wait until the replica is drained, checking every ``poll_s``; return False at the deadline."""
+def wait_drained(table: Table, watch: DrainWatch, deadline: Deadline) -> bool:
+    """Wait until the replica is drained; return False at the deadline."""
 
     def on_lost() -> None:
         watch.saw(None, time.monotonic())
 
-    for snapshot in follow_table(table.watch, lambda: min(deadline.left_s(), poll_s), on_lost):
+    for snapshot in follow_table(table.watch, lambda: min(deadline.left_s(), HEARTBEAT_S), on_lost):
         if snapshot is not None:
             watch.saw(snapshot, time.monotonic())
         if watch.is_over(time.monotonic()):

@@ -200,7 +200,7 @@ class Driver:
                 self._mark_ended(ReplicaId(name), incarnation, proven)
             case events.DrainReplica(name, incarnation):
                 self.replicas[name].leader.receive(Drain())
-                watch = DrainWatch(ReplicaId(name), incarnation, HEARTBEAT_S)
+                watch = DrainWatch(ReplicaId(name), incarnation)
                 self._wait_drained(watch, name, incarnation, self._env.now_s() + DRAIN_S)
             case events.Place():
                 self._after(random.uniform(0.01, 0.1), partial(self.post, events.Placed(None)))

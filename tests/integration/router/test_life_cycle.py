@@ -70,7 +70,9 @@ class TestLifeCycle:
                 assert not cluster.server.run()
                 assert "the router is stopping" in reply.read().decode()
 
-    def test_the_driver_sees_it_while_it_answers(self, folder: Path) -> None:
+    def test_the_driver_sees_it_while_it_answers(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("cluster.launch.services.LEASE_S", 1.0)
+        monkeypatch.setattr("cluster.launch.services.HEARTBEAT_S", 0.05)
         server, seen = make_server(folder, FakeTable()), list[bool]()
         server.start()
 
@@ -81,7 +83,7 @@ class TestLifeCycle:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            follow_router(lambda: server.address, "127.0.0.1", None, on_seen, timeout_s=1.0, interval_s=0.05)
+            follow_router(lambda: server.address, "127.0.0.1", None, on_seen)
         assert seen == [True, False, False]
 
     def test_stop_ends_open_streams_with_an_error(self, cluster: RouterCluster) -> None:

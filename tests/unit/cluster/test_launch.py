@@ -29,7 +29,7 @@ from tests.fakes.ray import HOME, FakeSystem, World
 
 @pytest.fixture(autouse=True)
 def short_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.launch.gang.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("cluster.launch.waits.HEARTBEAT_S", 0.01)
 
 
 def test_members_are_the_services_and_every_replica() -> None:

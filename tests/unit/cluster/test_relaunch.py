@@ -23,7 +23,7 @@ from tests.fakes.ray import HOME, FakeSystem, FakeTable, World
 
 @pytest.fixture(autouse=True)
 def short_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.launch.gang.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("cluster.launch.waits.HEARTBEAT_S", 0.01)
 
 
 def test_killed_rank_brings_a_whole_new_gang() -> None:

@@ -89,7 +89,7 @@ def table_of(load: ReplicaLoad, incarnation: int = 3) -> TableSnapshot:
 
 def over_at(*seen: tuple[float, TableSnapshot | None]) -> float:
     """Return when the watch is over, in heartbeats, if nothing else is observed."""
-    watch = DrainWatch(D0, Incarnation(3), heartbeat_s=1.0)
+    watch = DrainWatch(D0, Incarnation(3))
     for at_s, snapshot in seen:
         assert not watch.is_over(at_s)
         watch.saw(snapshot, at_s)
