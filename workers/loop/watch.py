@@ -5,7 +5,6 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 _log = logging.getLogger(__name__)
@@ -51,9 +50,7 @@ class LoopWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopping.set()
         self._thread.join()
 
