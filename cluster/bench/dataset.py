@@ -5,7 +5,7 @@ milliseconds, ``input_length``, ``output_length`` and ``hash_ids``. Prompts are 
 wanted, an ``output_len``. ShareGPT is one JSON array of conversations.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -106,7 +106,7 @@ def _trace_entry(line: bytes, where: str) -> TraceEntry:
     return entry
 
 
-def _some(path: Path, entries: Sequence[T]) -> list[T]:
+def _some(path: Path, entries: list[T]) -> list[T]:
     if not entries:
         raise UserError(f"{path}: got no requests; allowed: 1 or more")
-    return list(entries)
+    return entries

@@ -16,8 +16,6 @@ VOCAB_SIZE = 4096
 """Upper bound on token ids, small enough for every model's vocabulary."""
 BLOCK_LEN = 512
 """Number of prompt tokens that one hash id stands for."""
-
-
 _WARM_UP_LEN = 256
 """Number of prompt tokens of the warm-up request before texts."""
 
@@ -77,28 +75,28 @@ def random_workload(
     Raises:
         UserError: a value is not allowed.
     """
-    if request_rate is not None:
-        _check_positive("--request-rate", request_rate)
-    requests = [
-        PlannedRequest(arrival_s=arrival_s, output_len=output_len, prompt=_random_prompt(input_len, f"prompt {index}"))
-        for index, arrival_s in enumerate(_arrivals_s(num_requests, request_rate))
-    ]
-    requested = f"{counted(num_requests, 'request')} of {input_len}/{output_len} tokens"
-    title = f"{requested}, {_describe_load(request_rate, concurrency)}"
-    return Workload(requests=requests, concurrency=concurrency, title=title)
+    prompts = [(_random_prompt(input_len, f"prompt {index}"), output_len) for index in range(num_requests)]
+    return _workload(prompts, f"{input_len}/{output_len} tokens", concurrency, request_rate)
 
 
 def text_workload(
     texts: Sequence[tuple[str, int]], *, name: str, concurrency: int | None, request_rate: float | None = None
 ) -> Workload:
     """Return requests with the given prompts and lengths of answers. ``request_rate`` is as in `random_workload`."""
+    return _workload(texts, name, concurrency, request_rate)
+
+
+def _workload(
+    prompts: Sequence[tuple[RandomPrompt | str, int]], kind: str, concurrency: int | None, request_rate: float | None
+) -> Workload:
     if request_rate is not None:
         _check_positive("--request-rate", request_rate)
     requests = [
-        PlannedRequest(arrival_s=arrival_s, output_len=output_len, prompt=text)
-        for (text, output_len), arrival_s in zip(texts, _arrivals_s(len(texts), request_rate), strict=True)
+        PlannedRequest(arrival_s=arrival_s, output_len=output_len, prompt=prompt)
+        for (prompt, output_len), arrival_s in zip(prompts, _arrivals_s(len(prompts), request_rate), strict=True)
     ]
-    title = f"{counted(len(texts), 'request')} of {name}, {_describe_load(request_rate, concurrency)}"
+    rate = f"{request_rate:g} requests/s" if request_rate else "closed loop"
+    title = f"{counted(len(prompts), 'request')} of {kind}, {rate}, {_describe_limit(concurrency)}"
     return Workload(requests=requests, concurrency=concurrency, title=title)
 
 
@@ -163,11 +161,6 @@ def _check_positive(option: str, value: float) -> None:
 def random_tokens(seed: str, count: int) -> list[int]:
     """Return ids of ordinary tokens. Equal seeds yield equal ids."""
     return random.Random(seed).choices(range(FIRST_TOKEN_ID, VOCAB_SIZE), k=count)
-
-
-def _describe_load(request_rate: float | None, concurrency: int | None) -> str:
-    rate = f"{request_rate:g} requests/s" if request_rate else "closed loop"
-    return f"{rate}, {_describe_limit(concurrency)}"
 
 
 def _describe_limit(concurrency: int | None) -> str:
