@@ -125,10 +125,10 @@ class StepReports:
         if self._loads is None:
             if state == self._reported or (now_s < self._due_s and not is_idle):
                 return None
-            self._due_s, self._loads = now_s + REPORT_EVERY_S, self._copy_loads()
+            self._due_s, self._loads, self._reported = now_s + REPORT_EVERY_S, self._copy_loads(), state
         if not self._loads.is_there:
             return None
-        counts, self._loads, self._reported = self._counts(self._loads), None, state
+        counts, self._loads = self._counts(self._loads), None
         return StepWork(
             global_rank=self._global_rank,
             num_steps=self._num_steps,

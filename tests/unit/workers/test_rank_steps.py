@@ -264,6 +264,21 @@ def test_reports_do_not_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reports.next(1.1, is_idle=False) == expected
 
 
+def test_a_step_that_ends_during_the_copy_is_in_the_next_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, groups = model_of(ParallelConfig(), rank=0)
+    reports = StepReports(model, groups, global_rank=0)
+    reports.count(0.25)
+    with monkeypatch.context() as patch:
+        patch.setattr(Arriving, "is_there", False)
+        assert reports.next(1.0, is_idle=False) is None
+    compute(model, 0, 0, 0, 1)
+    reports.count(0.25)
+    assert reports.next(1.1, is_idle=True) == StepWork(global_rank=0, num_steps=2, step_s=0.5)
+    expected = StepWork(global_rank=0, num_steps=2, step_s=0.5, expert_tokens={3: 2})
+    assert reports.next(2.1, is_idle=True) == expected
+    assert reports.next(3.1, is_idle=True) is None
+
+
 def test_one_rank_reports_for_all_that_share_an_experts_width() -> None:
     model, groups = model_of(ParallelConfig(tp=2), rank=1)
     reports = StepReports(model, groups, global_rank=1)
