@@ -4,15 +4,15 @@ import math
 from dataclasses import dataclass
 
 from cluster.planner.model import ModelFacts
-from cluster.planner.worker_memory import expected_host_memory, expected_memory, host_memory_lack
+from cluster.planner.worker_memory import expected_host_memory, expected_memory
 from cluster.spec.checks import layout_problems, ring_problems
-from cluster.spec.config import DeployConfig, Device, Pool
+from cluster.spec.config import DeployConfig, Device, Pool, TransferBackendName
 from cluster.spec.errors import Problem
 from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.ids import Role
 from cluster.spec.kv import PoolLayout, pages_for
 from cluster.spec.memory import GIB, GpuMemory, HostMemory, pool_layout
-from cluster.spec.ranks import positions, sizes_of
+from cluster.spec.ranks import num_workers, positions, sizes_of
 from workers.hicache.storage.page_store import object_bytes
 
 
@@ -107,9 +107,22 @@ def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
 
 
 def memory_lack(config: DeployConfig, model: ModelFacts, machine_gib: float) -> str:
-    """Describe how much memory a machine must have for the workers; empty if ``machine_gib`` is enough."""
-    expected = {role: (pool, _role_kv(config, pool, model).host) for role, pool in config.pools.items()}
-    return host_memory_lack(config, expected, machine_gib)
+    """Describe how much memory a machine must have for the workers; empty if ``machine_gib`` is enough.
+
+    With shared memory, one machine must hold all workers; otherwise, it must hold at least one worker of either role.
+    """
+    one_machine = config.transfer.backend is TransferBackendName.SHARED_MEMORY
+    counts = {role: num_workers(pool) if one_machine else 1 for role, pool in config.pools.items()}
+    expected = {role: _role_kv(config, pool, model).host for role, pool in config.pools.items()}
+    needs = [counts[role] * memory.total for role, memory in expected.items()]
+    wanted = sum(needs) if one_machine else max(needs)
+    if wanted <= machine_gib:
+        return ""
+    each = "; ".join(
+        f"{counts[role]} {role} worker{'s' * (counts[role] > 1)} of {memory}" for role, memory in expected.items()
+    )
+    where = "for" if one_machine else "for whichever needs more:"
+    return f"at least {wanted:.4g}, {where} {each}"
 
 
 def _layouts(config: DeployConfig, pool: Pool, model: ModelFacts) -> list[PoolLayout]:

@@ -3,18 +3,12 @@
 from cluster.planner.fp8_memory import saved_bytes
 from cluster.planner.model import ModelFacts
 from cluster.planner.step_memory import graph_bytes, step_gib
-from cluster.spec.config import (
-    DeployConfig,
-    Device,
-    Pool,
-    TransferBackendName,
-)
+from cluster.spec.config import DeployConfig, Device, Pool
 from cluster.spec.hicache_config import STORE_CLIENT_BYTES, StorageBackendName
-from cluster.spec.ids import Role
 from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.linear_shards import LinearShards
 from cluster.spec.memory import GIB, LIBRARIES_GIB, GpuMemory, HostMemory
-from cluster.spec.ranks import head_copies, num_workers, stage_layers
+from cluster.spec.ranks import head_copies, stage_layers
 
 
 def weights_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
@@ -85,21 +79,3 @@ def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, po
         cached=config.hicache.host_gib if config.kv.prefix_cache else 0.0,
         in_transit=STORE_CLIENT_BYTES / GIB if is_store else 0.0,
     )
-
-
-def host_memory_lack(config: DeployConfig, expected: dict[Role, tuple[Pool, HostMemory]], given_gib: float) -> str:
-    """Describe how much memory a machine needs; empty if it has enough.
-
-    With shared memory, one machine must hold all workers; otherwise, it must hold at least one worker of either role.
-    """
-    one_machine = config.transfer.backend is TransferBackendName.SHARED_MEMORY
-    counts = {name: num_workers(pool) if one_machine else 1 for name, (pool, _) in expected.items()}
-    needs = [counts[name] * memory.total for name, (_, memory) in expected.items()]
-    wanted = sum(needs) if one_machine else max(needs)
-    if wanted <= given_gib:
-        return ""
-    each = "; ".join(
-        f"{counts[name]} {name} worker{'s' * (counts[name] > 1)} of {memory}" for name, (_, memory) in expected.items()
-    )
-    where = "for" if one_machine else "for whichever needs more:"
-    return f"at least {wanted:.4g}, {where} {each}"
