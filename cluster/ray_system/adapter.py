@@ -19,7 +19,7 @@ from typing import Any, Self
 import ray
 import ray._private.auto_init_hook as ray_auto_init
 import ray._private.worker as ray_worker
-from ray.exceptions import ActorDiedError, GetTimeoutError, OutOfMemoryError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -242,7 +242,7 @@ class RaySystem:
         return node_id, {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
     def _lives(self, actor: Actor) -> bool:
-        """Return whether Ray says so and, on this machine, whether the kernel does."""
+        """Return whether an actor lives, according to Ray and, on this machine, to the kernel."""
         assert isinstance(actor, RayActor)
         known: dict[str, Any] = ray._private.state.actors(actor.handle._actor_id.hex())
         is_here = actor.node_id == ray.get_runtime_context().get_node_id()
@@ -258,7 +258,7 @@ class RaySystem:
         remote_kill: Any = ray.remote(max_retries=0, **options)(kill_all)
         try:
             return bool(ray.get(remote_kill.remote(processes, timeout_s), timeout=timeout_s + 5))
-        except (RayError, GetTimeoutError):
+        except RayError:
             return False  # the machine does not respond, so nothing is proven
 
 
