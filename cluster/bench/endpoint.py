@@ -1,7 +1,6 @@
 """Parts of the OpenAI protocol that `baton chat` and the load generator share."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -13,13 +12,13 @@ class EndpointError(Exception):
     """Endpoint error, such as a refusal or an incomplete response, described for the user."""
 
 
-def key_headers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def key_headers() -> dict[str, str]:
     """Return the authorization header, or no header if the environment has no API key.
 
     Raises:
         UserError: the key is invalid.
     """
-    key = API_KEY.get(environ)
+    key = API_KEY.get()
     return {"authorization": f"Bearer {key}"} if key is not None else {}
 
 

@@ -102,12 +102,14 @@ def test_an_account_without_a_home_folder_needs_a_cache_folder(monkeypatch: pyte
         CACHE_DIR.get({})
 
 
-def test_environment_variables_are_read() -> None:
+def test_environment_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CACHE_DIR.get({"BATON_CACHE_DIR": "/somewhere/else"}) == Path("/somewhere/else")
     assert TOKEN.get({"BATON_TOKEN": "0123456789abcdef"}) == "0123456789abcdef"
     assert API_KEYS.get({"BATON_API_KEYS": "first-key, second-key"}) == ("first-key", "second-key")
-    assert key_headers({"BATON_API_KEY": "the-only-key"}) == {"authorization": "Bearer the-only-key"}
-    assert key_headers({}) == {}
+    monkeypatch.setenv("BATON_API_KEY", "the-only-key")
+    assert key_headers() == {"authorization": "Bearer the-only-key"}
+    monkeypatch.delenv("BATON_API_KEY")
+    assert key_headers() == {}
 
 
 @pytest.mark.parametrize(
