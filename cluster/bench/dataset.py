@@ -16,7 +16,7 @@ from cluster.spec.errors import UserError
 
 T = TypeVar("T")
 _START = 1 << 16
-"""Number of bytes in which the kind of a file shows."""
+"""Number of bytes that show what kind of file it is."""
 
 
 class PromptEntry(msgspec.Struct, frozen=True):

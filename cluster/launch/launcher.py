@@ -76,7 +76,7 @@ class Launcher:
         """Address of the bootstrap service and more, set once it has started. Restarts do not change it."""
         self._bootstrap_port = 0
         self._port_lock = threading.Lock()
-        """Held while a router process picks the port. Once it is known, router processes start in parallel."""
+        """Lock held while a router process picks the port. Once that is known, router processes start in parallel."""
         self.routers: dict[str, RouterShare] = {share.name: share for share in router_shares(config.router.processes)}
         self._router_addresses: dict[str, str] = {}
         self.router_url = ""
@@ -158,7 +158,7 @@ class Launcher:
             table.unregister(replica, incarnation, reaped=proven)
 
     def place(self, names: Sequence[str], wait_s: float = 0.0) -> None:
-        """Place new replicas, after a wait for machines that join if these can be used.
+        """Place new replicas. First wait for joining machines if they can be used.
 
         Raises:
             ConfigError: the replicas do not fit on the machines.

@@ -102,7 +102,7 @@ def follow_router(
 ) -> None:
     """Call ``on_seen`` with whether a router process responds, on every change and at each check without a response.
 
-    Never returns. The question takes the channel, which no crowd of clients delays and only holders of the key reach.
+    Never returns. The check uses the channel, which no crowd of clients can delay and only holders of the key can use.
 
     Args:
         address: returns the router's channel address.
@@ -121,6 +121,6 @@ def _answers(inbox: Inbox, outbox: Outbox, address: str) -> bool:
     inbox.receive(0)  # answers that came too late
     try:
         outbox.send(address, CheckHealth(reply_to=inbox.address))
-    except PeerUnreachableError:  # many questions wait for a process that has ended
+    except PeerUnreachableError:  # the queue to a process that has ended is full
         return False
     return bool(inbox.receive(LEASE_S))

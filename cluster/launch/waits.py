@@ -103,7 +103,7 @@ class Capacity:
     machines: Callable[[], Sequence[Machine]]
     """Function that returns the machines that can be used now."""
     only: Sequence[ReplicaId] | None = None
-    """The replicas; None means all of the configuration."""
+    """Replicas to place; None for all replicas of the configuration."""
 
     def check(self) -> None:
         """Raise ConfigError if the replicas do not fit."""

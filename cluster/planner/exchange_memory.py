@@ -90,7 +90,7 @@ class KvExchange:
 
 
 def cp_exchanges(config: DeployConfig, pool: Pool, model: ModelFacts, num_tokens: int) -> Sequence[KvExchange | None]:
-    """Return the exchange of every way in which KV may meet queries, or None alone if there is one CP rank."""
+    """Return one exchange for each way to bring keys and queries together, or only None if there is one CP rank."""
     if not isinstance(pool, PrefillConfig) or pool.parallel.cp == 1:
         return [None]
     cp, tp = pool.parallel.cp, pool.parallel.tp

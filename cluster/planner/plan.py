@@ -81,7 +81,7 @@ class Plan:
     kv: KvPlan | None
     """KV memory; None if the model's shape is unknown."""
     projections: ProjectionsPlan | None
-    """Projections that CP ranks divide among them; None if every rank holds all, or the model's shape is unknown."""
+    """Projections that CP ranks share; None if every rank holds all, or the model's shape is unknown."""
     traffic: TrafficPlan | None
     """Traffic between prefill ranks; None if the model's shape is unknown."""
     ports: list[PortPlan]

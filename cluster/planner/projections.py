@@ -1,4 +1,4 @@
-"""Memory and traffic of the query and output projections that CP ranks divide among them (`prefill.shard_linear`)."""
+"""Memory and traffic of the query and output projections that CP ranks share (`prefill.shard_linear`)."""
 
 from dataclasses import dataclass, replace
 

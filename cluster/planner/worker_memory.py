@@ -1,4 +1,4 @@
-"""Estimates of a worker's GPU and host memory. See `cluster.planner.step_memory` for that of its steps."""
+"""Estimates of a worker's GPU and host memory. `cluster.planner.step_memory` estimates that of its steps."""
 
 from cluster.planner.fp8_memory import saved_bytes
 from cluster.planner.model import ModelFacts

@@ -42,7 +42,7 @@ _CONVICTION_S = 3.0
 
 
 class Driver:
-    """Driver whose process can stall. Its calls of other processes then wait too."""
+    """Driver whose process can stall. Its calls to other processes then wait too."""
 
     def __init__(self, env: Environment) -> None:
         self.bootstrap = Bootstrap(env)

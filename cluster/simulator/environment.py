@@ -122,11 +122,11 @@ class Network:
         return bool(self._cuts) and (source, target) in self._cuts
 
     def is_partitioned(self, machine: str, other: str) -> bool:
-        """Return whether what needs both directions, such as a write with its acknowledgement, fails."""
+        """Return whether an exchange in both directions, such as a write with its acknowledgement, fails."""
         return self.is_cut(machine, other) or self.is_cut(other, machine)
 
     def cut(self, *directions: tuple[str, str]) -> None:
-        """Cut directions from one machine to another until every cut of them has healed."""
+        """Cut each direction, from one machine to another, until all of its cuts have healed."""
         self._cuts.update(directions)
 
     def heal(self, *directions: tuple[str, str]) -> None:

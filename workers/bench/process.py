@@ -25,7 +25,7 @@ class RemoteError(BatonError):
     """Failed call to a worker process, which returned an error or did not respond."""
 
     def __init__(self, message: str, user_message: str = "") -> None:
-        """``user_message`` is that of an error which the user can mend, without its type; empty for other errors."""
+        """Create the error. ``user_message`` is that of a UserError, without its type; empty for other errors."""
         super().__init__(message)
         self.user_message = user_message
 

@@ -72,7 +72,7 @@ SHAPES: Mapping[str, BenchShape] = {
     "small": BenchShape(family="qwen3", layers=8, hidden=512, inner=1536, heads=8, kv_heads=4, vocab=4096, head_dim=64),
     "tiny": BenchShape(family="llama", layers=2, hidden=64, inner=96, heads=4, kv_heads=2, vocab=256, head_dim=16),
 }
-"""Shapes by name, of models with grouped-query attention. The last two are meant for CPUs."""
+"""Shapes of models with grouped-query attention, by name. The last two are meant for CPUs."""
 
 _SMALL: Mapping[str, Any] = {
     "num_hidden_layers": 8,
@@ -114,9 +114,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "small-latent": _LATENT,
     "small-sparse": _INDEXED,
 }
-"""Fields of config.json of models as wide as ``small``, with experts, or with latent attention, dense or to selected
-keys.
-"""
+"""config.json of models as wide as ``small``, by name: with experts, or latent attention to all or selected keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +144,7 @@ LATENT_SHAPES: Mapping[str, LatentShape] = {
     "DeepSeek-V3.2": LatentShape(heads=128),
     "DeepSeek-V3.2-tp8": LatentShape(heads=16),
 }
-"""Shapes of attention by name, of DeepSeek-V3.2 with all heads on a rank, and with an eighth of them."""
+"""Attention shapes by name: DeepSeek-V3.2 with all heads on one rank, and with an eighth of them."""
 
 
 def config_json(name: str, max_len: int) -> dict[str, Any]:

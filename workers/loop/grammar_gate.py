@@ -14,7 +14,7 @@ _MOST_HELD_S = 4.0
 
 
 class GrammarGate:
-    """Passes requests on to the leader once their grammars are compiled, since a step would wait for them.
+    """Gate that passes requests on once their grammars are compiled, because a step would wait for them.
 
     The grammars of open requests stay compiled.
     """
