@@ -79,6 +79,7 @@ class Launcher:
         """Lock held while a router process picks the port. Once that is known, router processes start in parallel."""
         self.routers: dict[str, RouterShare] = {share.name: share for share in router_shares(config.router.processes)}
         self._router_addresses: dict[str, str] = {}
+        """Channel address of each router process; during a restart, the previous one."""
         self.router_url = ""
         """Base URL of the endpoint; empty before the router has started."""
 
@@ -88,14 +89,7 @@ class Launcher:
 
     def follow_router(self, name: str, on_seen: Callable[[bool], None]) -> None:
         """Report whether a router process responds, as ``services.follow_router`` does. Never returns."""
-        follow_router(partial(self._router_address, name), self._home_host, self._tools.channel_key, on_seen)
-
-    def _router_address(self, name: str) -> str:
-        """Return a router process's channel address; during a restart, the previous one."""
-        process = self._running.get(name)
-        if isinstance(process, RouterProcess) and process.address:
-            self._router_addresses[name] = process.address
-        return self._router_addresses[name]
+        follow_router(lambda: self._router_addresses[name], self._home_host, self._tools.channel_key, on_seen)
 
     def start(self, name: str, incarnation: Incarnation) -> None:
         """Start a member; return once it is ready. Later, report each of its processes that ends to ``on_ended``.
@@ -232,14 +226,15 @@ class Launcher:
         meeting = self.rendezvous.result()
         with self._port_lock:
             if not self._config.router.port:  # this one picks the port for the others, and for those that restart
-                self._serve_router(process, meeting, deadline)
+                self._serve_router(share.name, process, meeting, deadline)
                 router = self._config.router.model_copy(update={"port": urlsplit(self.router_url).port})
                 self._config = self._config.model_copy(update={"router": router})
                 return
-        self._serve_router(process, meeting, deadline)
+        self._serve_router(share.name, process, meeting, deadline)
 
-    def _serve_router(self, process: RouterProcess, meeting: Rendezvous, deadline: Deadline) -> None:
+    def _serve_router(self, name: str, process: RouterProcess, meeting: Rendezvous, deadline: Deadline) -> None:
         self.router_url = process.start(self._config, self._model, meeting, self._home_host, deadline)
+        self._router_addresses[name] = process.address
 
     def _start_gang(self, replica: ReplicaId, incarnation: Incarnation) -> None:
         placement = self._living_placement(replica)

@@ -112,6 +112,20 @@ def test_restarted_services_keep_their_ports_and_the_age_of_the_cluster() -> Non
     assert launcher.router_url == f"http://{LOOPBACK}:8000"
 
 
+def test_a_router_that_ends_before_it_is_followed_has_its_previous_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("cluster.launch.launcher.follow_router", lambda address, *_: asked.append(address()))
+    launcher = make_launcher(World())
+    launcher.start("bootstrap", ONE)
+    launcher.start("router", ONE)
+    assert launcher.end("router", ONE)
+    launcher.follow_router("router", lambda _: None)
+    launcher.start("router", Incarnation(2))
+    launcher.follow_router("router", lambda _: None)
+    assert len(asked) == 2
+    assert all(asked)
+
+
 def test_router_processes_share_a_port_and_drain_together() -> None:
     world = World()
     config = CONFIG.model_copy(update={"router": RouterConfig(port=0, processes=3)})
