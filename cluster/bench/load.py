@@ -180,8 +180,10 @@ async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], recor
         record.trace_path = response.headers.get("x-baton-trace")
         async for line in response.aiter_lines():
             event = parse_line(line)
-            if event is not None:
-                finished |= _note(event, record)
+            try:
+                finished |= event is not None and _note(event, record)
+            except (LookupError, TypeError, AttributeError) as error:
+                raise ValueError(f"the stream has the event {line[:80]!r}, which is not a completion") from error
     return finished
 
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from cluster.bench.dataset import PromptEntry, read_dataset, read_trace
 from cluster.bench.endpoint import EndpointError, error_message, first_model, parse_line
-from cluster.bench.load import Goals, Quantiles, RequestRecord, summarize
+from cluster.bench.load import Goals, Quantiles, RequestRecord, complete, summarize
 from cluster.bench.workload import (
     BLOCK_LEN,
     FIRST_TOKEN_ID,
     VOCAB_SIZE,
+    PlannedRequest,
     TraceEntry,
     random_workload,
     trace_workload,
@@ -123,6 +124,16 @@ def test_an_endpoint_without_models_is_an_error(body: str) -> None:
         pytest.raises(EndpointError, match=r"/v1/models: got .* expected a list of models"),
     ):
         first_model(client)
+
+
+@pytest.mark.parametrize("event", ['{"choices": null}', '{"choices": [3]}', '{"usage": {"prompt_tokens": 1}}'])
+async def test_an_event_that_is_not_a_completion_fails_its_request_only(event: str) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=f"data: {event}\n\n"))
+    request = PlannedRequest(arrival_s=0.0, output_len=1, prompt="a")
+    async with httpx.AsyncClient(base_url="http://endpoint", transport=transport) as client:
+        record = await complete(client, "model", request)
+    assert record.error is not None
+    assert "which is not a completion" in record.error
 
 
 def _values(quantiles: Quantiles | None) -> tuple[float, ...]:
