@@ -27,7 +27,6 @@ V2_DEFAULTS: dict[str, Any] = {
     "first_k_dense_replace": 0,
     "routed_scaling_factor": 1.0,
     "topk_method": "greedy",
-    "eos_token_id": 2,
 }
 V3_DEFAULTS: dict[str, Any] = {
     **_DEFAULTS,
@@ -42,7 +41,6 @@ V3_DEFAULTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "rope_interleave": True,
     "num_nextn_predict_layers": 1,
-    "eos_token_id": 1,
 }
 
 

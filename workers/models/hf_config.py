@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,19 +29,17 @@ _NEEDED_KEYS: Mapping[RopeType, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """Parsed files of a Hugging Face folder. A missing or malformed field raises an error that names the field."""
+    """Parsed config.json. A missing or malformed field raises an error that names the field."""
 
     raw: Mapping[str, Any]
-    generation: Mapping[str, Any] = field(default_factory=dict)
-    """Contents of generation_config.json."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> "HfConfig":
         """Read a folder. Raises UnsupportedModelError if it has no config.json, or one that is not a JSON object."""
-        generation, raw = folder / "generation_config.json", _read_json(folder / "config.json")
+        raw = _read_json(folder / "config.json")
         if (folder / _MODELOPT_FILE).exists() and not raw.get("quantization_config"):
             raw = {**raw, "quantization_config": {"quant_method": "modelopt"}}
-        return cls(raw, _read_json(generation) if generation.exists() else {})
+        return cls(raw)
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.raw.get(key, default)
@@ -115,17 +113,6 @@ class HfConfig:
             return read_weight_format(self.raw.get("quantization_config"))
         except UnsupportedFormatError as error:
             raise UnsupportedModelError(str(error)) from error
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the tokens that end an answer. generation_config.json takes precedence."""
-        return _token_ids(self.generation.get("eos_token_id")) or _token_ids(self.raw.get("eos_token_id"))
-
-
-def _token_ids(given: Any) -> tuple[int, ...]:
-    if given is None:
-        return ()
-    return tuple(given) if isinstance(given, list) else (given,)
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -216,7 +203,6 @@ def read_decoder(
         max_position_embeddings=max_len,
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
         dtype=hf.dtype,
-        eos_token_ids=hf.eos_token_ids,
         renamed=renamed or {},
         num_draft_layers=num_draft_layers,
         weight_format=hf.weight_format,

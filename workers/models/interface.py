@@ -100,8 +100,6 @@ class DecoderConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: Dtype
-    eos_token_ids: tuple[int, ...]
-    """Tokens that end an answer. Empty if the checkpoint names none."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint names of modules that differ from the usual names, by module name."""
     num_draft_layers: int = 0

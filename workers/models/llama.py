@@ -4,7 +4,7 @@ from workers.layers.config import MlpConfig
 from workers.models.hf_config import HfConfig, read_attention, read_decoder
 from workers.models.interface import DecoderConfig
 
-DEFAULTS = {"rms_norm_eps": 1e-6, "eos_token_id": 2}
+DEFAULTS = {"rms_norm_eps": 1e-6}
 
 
 def read(hf: HfConfig) -> DecoderConfig:

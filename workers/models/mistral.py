@@ -4,7 +4,7 @@ from workers.layers.config import MlpConfig
 from workers.models.hf_config import HfConfig, every_layers_window, read_attention, read_decoder
 from workers.models.interface import DecoderConfig
 
-DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-6, "sliding_window": 4096, "eos_token_id": 2}
+DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-6, "sliding_window": 4096}
 
 
 def read(hf: HfConfig) -> DecoderConfig:

@@ -3,7 +3,7 @@
 from workers.models.hf_config import HfConfig, every_layers_window, read_attention, read_decoder, read_experts
 from workers.models.interface import DecoderConfig
 
-DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "eos_token_id": 2}
+DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
 
 
 def read(hf: HfConfig) -> DecoderConfig:

@@ -35,23 +35,20 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def read_model_config(folder: Path) -> DecoderConfig:
-    """Read config.json and, for the end tokens, generation_config.json.
-
-    Raises UnsupportedModelError if the engine cannot run the model, or the folder has no config.json.
-    """
+    """Read config.json. Raises UnsupportedModelError if it is missing, or the engine cannot run the model."""
     hf = HfConfig.from_folder(folder)
     try:
-        return parse_model_config(hf.raw, hf.generation)
+        return parse_model_config(hf.raw)
     except UnsupportedModelError:
         raise
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UnsupportedModelError(f"{folder}: config.json holds a value of the wrong type: {error}") from error
 
 
-def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> DecoderConfig:
-    """Return a model's configuration from the parsed contents of config.json and generation_config.json."""
+def parse_model_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return a model's configuration from the parsed contents of config.json."""
     given = list(config.get("architectures") or [])
     family = FAMILIES.get(given[0]) if len(given) == 1 else None
     if family is None:
         raise UnsupportedModelError(f"architectures is {given!r}; allowed: {', '.join(FAMILIES)}")
-    return family.read(HfConfig({**family.defaults, **config}, generation or {}))
+    return family.read(HfConfig({**family.defaults, **config}))

@@ -300,21 +300,6 @@ def test_cost_is_that_of_an_average_layer(
     assert astuple(parse_model_config(raw_config | changes).cost(dtype)) == expected
 
 
-@pytest.mark.parametrize(
-    ("generation", "own", "expected"),
-    [
-        ({}, {}, ()),
-        ({}, {"eos_token_id": 2}, (2,)),
-        ({"eos_token_id": [7, 0]}, {"eos_token_id": 2}, (7, 0)),
-        ({"eos_token_id": 0}, {"eos_token_id": 2}, (0,)),
-    ],
-)
-def test_end_tokens_come_from_the_generation_config_first(
-    raw_config: dict[str, Any], generation: dict[str, Any], own: dict[str, Any], expected: tuple[int, ...]
-) -> None:
-    assert parse_model_config({**raw_config, **own}, generation).eos_token_ids == expected
-
-
 @pytest.mark.parametrize(("key", "value"), [("dtype", "bfloat16"), ("torch_dtype", "torch.bfloat16")])
 def test_dtype_is_read_in_both_forms(raw_config: dict[str, Any], key: str, value: str) -> None:
     assert parse_model_config(raw_config).dtype == "float32"
