@@ -41,8 +41,8 @@ def read_model_config(folder: Path) -> DecoderConfig:
         return parse_model_config(hf.raw)
     except UnsupportedModelError:
         raise
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UnsupportedModelError(f"{folder}: config.json holds a value of the wrong type: {error}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UnsupportedModelError(f"{folder}: config.json holds a value that cannot be used: {error}") from error
 
 
 def parse_model_config(config: Mapping[str, Any]) -> DecoderConfig:

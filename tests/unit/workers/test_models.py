@@ -1,5 +1,6 @@
 """The decoder compared with transformers: weights and config from the same folder, attention from a dense fake."""
 
+import json
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import cache
@@ -311,4 +312,11 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UnsupportedModelError, match="not valid JSON"):
+        read_model_config(tmp_path)
+
+
+def test_a_value_that_breaks_arithmetic_is_refused(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    rope = {"rope_type": "yarn", "original_max_position_embeddings": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps({**raw_config, "rope_parameters": rope}))
+    with pytest.raises(UnsupportedModelError, match="cannot be used: division by zero"):
         read_model_config(tmp_path)
