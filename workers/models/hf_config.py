@@ -248,9 +248,9 @@ def every_layers_window(hf: HfConfig) -> list[int | None]:
     return [window] * hf.num_layers
 
 
-def windows_by_type(hf: HfConfig, usual_types: Sequence[str]) -> list[int | None]:
-    """Return each layer's window in a Qwen model, from `layer_types` or else from ``usual_types``."""
-    given = hf.get("layer_types") or usual_types
+def windows_by_type(hf: HfConfig, has_window: Sequence[bool]) -> list[int | None]:
+    """Return each layer's window in a Qwen model. Without `layer_types`, ``has_window`` says which layers have one."""
+    given = hf.get("layer_types") or [SLIDING_ATTENTION if each else FULL_ATTENTION for each in has_window]
     layer_types = hf.by_layer("layer_types", given, FULL_ATTENTION, SLIDING_ATTENTION)
     if not uses_windows(hf):
         return [None] * hf.num_layers
@@ -260,10 +260,7 @@ def windows_by_type(hf: HfConfig, usual_types: Sequence[str]) -> list[int | None
 
 def last_layers_windows(hf: HfConfig) -> list[int | None]:
     """Return each layer's window in a dense Qwen model, where the layers from `max_window_layers` on have one."""
-    num_full = hf.get("max_window_layers")
-    return windows_by_type(
-        hf, [FULL_ATTENTION if layer < num_full else SLIDING_ATTENTION for layer in range(hf.num_layers)]
-    )
+    return windows_by_type(hf, [layer >= hf.get("max_window_layers") for layer in range(hf.num_layers)])
 
 
 def uses_windows(hf: HfConfig) -> bool:

@@ -155,7 +155,7 @@ class DecoderConfig:
             num_kv_heads=self.attention.num_kv_heads,
             num_layers=self.num_layers,
             num_experts=self.moe.num_experts if self.moe else None,
-            has_windows=any(group.window is not None for group in self.kv_groups(self.dtype)),
+            has_windows=any(window is not None for window in self.windows),
         )
 
     def check_layout(self, parallel: AnyParallel, path: str = "parallel") -> None:

@@ -1,6 +1,5 @@
 """Qwen2-MoE: Qwen2's attention, experts in most layers, and one expert that all tokens share."""
 
-from cluster.spec.kv import FULL_ATTENTION, SLIDING_ATTENTION
 from workers.models.hf_config import (
     HfConfig,
     read_attention,
@@ -23,6 +22,5 @@ def read(hf: HfConfig) -> DecoderConfig:
     )
     # Unlike in Qwen2, every other one of the first layers has a window.
     has_window = [layer % 2 == 0 and layer < hf.get("max_window_layers") for layer in range(hf.num_layers)]
-    windows = windows_by_type(hf, [SLIDING_ATTENTION if each else FULL_ATTENTION for each in has_window])
     attention = read_attention(hf, qkv_bias=hf.flag("qkv_bias", True))
-    return read_decoder(hf, attention, sparse_layers(hf, moe), windows)
+    return read_decoder(hf, attention, sparse_layers(hf, moe), windows_by_type(hf, has_window))

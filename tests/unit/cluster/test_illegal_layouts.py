@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from cluster.cli.start import check_model
 from cluster.spec.checks import ModelLimits, layout_problems
 from cluster.spec.config import ParallelConfig
 from cluster.spec.errors import ConfigError, UserError
 from cluster.spec.ids import Role
-from cluster.spec.kv import KvGroup
 from cluster.spec.loader import load_config
 from tests.unit.cluster.conftest import RunBaton
-from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
 
 Axes = dict[str, int]
@@ -150,16 +147,9 @@ def test_a_layout_that_is_not_of_this_model_is_refused(baton: RunBaton, tmp_path
     assert str(in_worker.value) == "; ".join(said)
 
 
-def test_a_ring_is_refused_for_a_model_with_sliding_windows(
-    baton: RunBaton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODELS["dense"]))
-    kv_groups = DecoderConfig.kv_groups
-
-    def windowed(self: DecoderConfig, dtype: str) -> tuple[KvGroup, ...]:
-        return tuple(replace(group, window=8) for group in kv_groups(self, dtype))
-
-    monkeypatch.setattr(DecoderConfig, "kv_groups", windowed)
+def test_a_ring_is_refused_for_a_model_with_sliding_windows(baton: RunBaton, tmp_path: Path) -> None:
+    windowed = {"architectures": ["MistralForCausalLM"], "sliding_window": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**MODELS["dense"], **windowed}))
     message = "prefill.mode: got ring with cp = 2; allowed: gather, since the model has sliding windows"
     ring = {"model": {"path": str(tmp_path)}, "transfer": {"mode": "all_ranks"}}
     file = tmp_path / "f.yaml"
