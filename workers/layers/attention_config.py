@@ -59,11 +59,10 @@ class AttentionForm(NamedTuple):
 
         The first sum is in either dtype.
         """
-        narrow_width = 0 if self.tile_size else self.out_width
         return Activations(
             width=self.query_width + self.out_width,
             wide_width=self.out_width,
-            narrow_width=narrow_width,
+            narrow_width=0 if self.tile_size else self.out_width,
             size=self.tile_size,
         )
 

@@ -276,7 +276,7 @@ class Library:
         assert len(slots) == num_rows, f"{len(slots)} slots for {num_rows} rows"
         given = (kv.data_ptr(), num_heads, head_dim, *kv.stride()[:3])
         function, pages = self._functions_for(layer_pages, kv).store_kv, _Pages.of(layer_pages, slots)
-        self._share(function, (ctypes.byref(pages), *given), num_rows, kv[0].numel() if num_rows else 0)
+        self._share(function, (ctypes.byref(pages), *given), num_rows, 2 * num_heads * head_dim)
 
     @property
     def multiplies_packed(self) -> bool:
