@@ -10,14 +10,7 @@ from typing import NamedTuple
 
 from cluster.compilation import FIX, TIMEOUT_S, CannotCompileError, compile_once, compiler_path
 
-SOURCES = tuple(
-    Path(__file__).with_name(name)
-    for name in (
-        *("bf16.cpp", "fp32.cpp", "attention.h", "elementwise.h", "linear.h", "select.h"),
-        *("block.h", "block_bf16.h", "panel_amx.h", "panel_avx512.h", "rows_bf16.h", "block_fp32.h"),
-        *("vectors.h", "common.h"),
-    )
-)
+SOURCES = tuple(sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h")))
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 _AMX = ("amx_tile", "amx_bf16")
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
