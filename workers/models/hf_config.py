@@ -33,14 +33,6 @@ class HfConfig:
 
     raw: Mapping[str, Any]
 
-    @classmethod
-    def from_folder(cls, folder: Path) -> "HfConfig":
-        """Read a folder. Raises UnsupportedModelError if it has no config.json, or one that is not a JSON object."""
-        raw = _read_json(folder / "config.json")
-        if (folder / _MODELOPT_FILE).exists() and not raw.get("quantization_config"):
-            raw = {**raw, "quantization_config": {"quant_method": "modelopt"}}
-        return cls(raw)
-
     def get(self, key: str, default: Any = None) -> Any:
         return self.raw.get(key, default)
 
@@ -115,15 +107,19 @@ class HfConfig:
             raise UnsupportedModelError(str(error)) from error
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Return a folder's config.json. Raises UnsupportedModelError if it is missing or not a JSON object."""
+    path = folder / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UnsupportedModelError(f"{path.parent} is not a model folder: it has no {path.name}") from error
+        raise UnsupportedModelError(f"{folder} is not a model folder: it has no {path.name}") from error
     except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UnsupportedModelError(f"{path} must hold a JSON object, but holds a {type(content).__name__}")
+    if (folder / _MODELOPT_FILE).exists() and not content.get("quantization_config"):
+        content["quantization_config"] = {"quant_method": "modelopt"}
     return content
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workers.models import deepseek, glm_moe_dsa, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
-from workers.models.hf_config import HfConfig
+from workers.models.hf_config import HfConfig, read_config
 from workers.models.interface import DecoderConfig, UnsupportedModelError
 
 
@@ -36,9 +36,9 @@ FAMILIES: Mapping[str, Family] = {
 
 def read_model_config(folder: Path) -> DecoderConfig:
     """Read config.json. Raises UnsupportedModelError if it is missing, or the engine cannot run the model."""
-    hf = HfConfig.from_folder(folder)
+    config = read_config(folder)
     try:
-        return parse_model_config(hf.raw)
+        return parse_model_config(config)
     except UnsupportedModelError:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
