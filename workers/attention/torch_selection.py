@@ -29,7 +29,6 @@ class TorchSelection:
     """Maximum number of queries per call of ``best_keys`` for which it is fast."""
 
     def prepare_selection(self, runs: Sequence[QueryRun], most_queries: int | None = None) -> "RunByRun":
-        """See ``AttentionBackend``."""
         return RunByRun(self, runs, most_queries or self.queries_at_once)
 
     def best_keys(

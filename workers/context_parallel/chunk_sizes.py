@@ -110,6 +110,6 @@ def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: 
 
 
 def efficient_share(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int) -> float:
-    """Return the share of the time of ``chunk_tokens`` of a new prompt from which on a step's fixed costs are small."""
+    """Return the minimum duration of an efficient step, as a share of that of ``chunk_tokens`` of a new prompt."""
     costs = _Costs.of(shape, rates, cp)
     return min(1.0, costs.efficient_s / costs.new_prompt_s(chunk_tokens))

@@ -27,7 +27,7 @@ class BlockShape:
     top_k: int
     """Experts per token."""
     reach: float = 1.0
-    """Share of all experts among which one token's are. Below 1 if a router first chooses groups of experts."""
+    """Share of all experts that one token can use. Below 1 if a router first chooses groups of experts."""
 
     @classmethod
     def of(cls, parallel: AnyParallel, top_k: int, reach: float) -> "BlockShape":

@@ -44,7 +44,7 @@ class ExpertRouterConfig:
 
     @property
     def reach(self) -> float:
-        """Return the share of all experts among which one token's are."""
+        """Return the share of all experts that one token can use."""
         return self.top_groups / self.num_groups
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # no CPU imports kernels of a GPU
 _MOST_TOGETHER = 64
 """Maximum number of rows per expert for which a CPU computes all experts at once. For more, it saves little time."""
 _LEAST_SUM = 1e-20
-"""Added to the sum of a token's weights, which can be zero if they are sigmoids."""
+"""Term added to the sum of a token's weights, which can be zero if they are sigmoids."""
 
 
 def gated(gate_up: Tensor) -> Tensor:

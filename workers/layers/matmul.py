@@ -44,7 +44,7 @@ class PackedMatrix:
     address: int
     num_outputs: int
     blocks: Blocks | None
-    """Layout of the elements. None if it is another one."""
+    """Layout of the elements. None if native code does not know it."""
     native: NativeProducts | None = None
     """None if oneDNN multiplies any number of rows."""
 
@@ -75,7 +75,7 @@ class PackedMatrix:
 
     def multiply_natively(self, library: Library, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply with native code, which must know the layout."""
-        assert self.blocks is not None, "the layout is another one"
+        assert self.blocks is not None, "native code does not know the layout"
         return library.linear(x, self.address, self.num_outputs, self.blocks, bias)
 
     def multiply_with_onednn(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -92,7 +92,7 @@ def multiply_groups(library: Library, x: Tensor, matrices: Sequence[PackedMatrix
     groups = list[WeightRows]()
     for matrix, num_rows in zip(matrices, counts, strict=True):
         if num_rows:
-            assert matrix.blocks is not None, "the layout is another one"
+            assert matrix.blocks is not None, "native code does not know the layout"
             groups.append(WeightRows(matrix.address, matrix.blocks, num_rows))
     return library.grouped_linear(x, groups, matrices[0].shape[0])
 

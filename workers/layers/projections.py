@@ -145,8 +145,8 @@ class SplitLinear(nn.Module):
     def project(self, x: Tensor, outputs: slice) -> Tensor:
         """Compute either the first projection or all others."""
         linear = self.first if outputs == slice(self.first.num_rows) else self.rest
-        assert linear is self.first or outputs == slice(self.first.num_rows, None), f"{outputs} is a part of one"
-        assert linear is not None, "there are no others"
+        assert linear is self.first or outputs == slice(self.first.num_rows, None), f"{outputs} is neither part"
+        assert linear is not None, "there is only one projection"
         out: Tensor = linear(x)
         return out
 

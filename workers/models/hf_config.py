@@ -52,7 +52,7 @@ class HfConfig:
         """Return an integer of at least zero. Null counts as zero."""
         value = self.raw.get(key) or 0
         if not isinstance(value, int) or value < 0:
-            raise UnsupportedModelError(f"config.json must give {key} as a number of at least 0, but gives {value!r}")
+            raise UnsupportedModelError(f"config.json must give {key} as an integer of at least 0, but gives {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None, above: float | None = None) -> float:

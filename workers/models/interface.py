@@ -237,9 +237,7 @@ class DecoderConfig:
         return max(layer.experts_per_token for layer in self.layer_costs)
 
     def received_bytes(self, dtype: str, shards: LinearShards | None) -> int:
-        """Return the bytes of projections that a CP rank receives for a layer in which it stores none of them, or a
-        part.
-        """
+        """Return the bytes of projections that a CP rank receives for a layer of which it stores none or a part."""
         if shards is None:
             return 0
         shapes = self.attention.projections(self.hidden_size)

@@ -337,7 +337,7 @@ class Library:
     def _share_products(self, function: Callable[..., int], given: tuple[object, ...], x: Tensor, out: Tensor) -> None:
         """Call ``function`` for all outputs of products of ``x [R, inputs]``, divided among the threads if many."""
         num_inputs, num_outputs = x.shape[1], out.shape[1]
-        assert num_inputs % 2 == 0, f"{num_inputs} inputs are no pairs"
+        assert num_inputs % 2 == 0, f"{num_inputs} inputs do not form pairs"
         assert x.stride(1) == 1, f"strides {x.stride()}"
         num_parts, size = -(-num_outputs // _OUTPUTS), _OUTPUTS * num_inputs * len(x)
         self._share(function, given, num_parts, size, _LEAST_SHARED_PRODUCTS)

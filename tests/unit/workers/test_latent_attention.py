@@ -148,7 +148,7 @@ def test_costs_add_up_to_the_published_sizes_of_deepseek_v3() -> None:
         ("V3", {"topk_group": 9}, "topk_group is 9; allowed: at most n_group = 8"),
         ("V3", {"topk_group": 1, "num_experts_per_tok": 33}, "num_experts_per_tok is 33; allowed: at most 32"),
         ("V3", {"n_group": None}, "config.json must give n_group as a positive integer"),
-        ("V3", {"first_k_dense_replace": -1}, "first_k_dense_replace as a number of at least 0"),
+        ("V3", {"first_k_dense_replace": -1}, "first_k_dense_replace as an integer of at least 0"),
         ("V3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7; allowed: even numbers"),
         ("V3", {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None; allowed"),
     ],

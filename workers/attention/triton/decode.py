@@ -114,7 +114,6 @@ class DecodeAttention:
         return torch.cat(chosen)
 
     def attend_selected(self, query: Tensor, keys: Tensor, selected: Tensor, params: AttentionParams) -> Partial:
-        """See ``GraphAttention``."""
         assert params.value_dim is not None, "values must be part of their keys"
         result = unwritten_partial(query, params.value_dim)
         if self._selected is None:

@@ -29,7 +29,6 @@ class TritonSelection:
     """Selection with the kernels of workers.kernels.selection."""
 
     def prepare_selection(self, runs: Sequence[QueryRun], most_queries: int | None = None) -> "SelectionStep":
-        """See ``AttentionBackend``."""
         return SelectionStep([run for run in runs if len(run.num_visible)], most_queries or _QUERIES_AT_ONCE)
 
 
@@ -80,7 +79,6 @@ class SelectionStep:
         return Chosen(best, numbers.long())
 
     def attend(self, query: Tensor, keys: Tensor, selected: Tensor, params: AttentionParams) -> Partial:
-        """See ``StepSelection``."""
         assert params.value_dim is not None, "values must be part of their keys"
         result = unwritten_partial(query, params.value_dim)
         step = max(_MOST_PLACES // selected.shape[1], 1)
@@ -96,7 +94,7 @@ class SelectionStep:
 
 
 def batches_of(counts: Sequence[int], most_queries: int) -> list[slice]:
-    """Divide queries into batches of one run each, or of several runs with few queries, given each run's queries."""
+    """Divide queries into batches of one run each, or of several runs with few queries. ``counts`` are by run."""
     batches: list[slice] = []
     begin, is_open = 0, False
     for count in counts:

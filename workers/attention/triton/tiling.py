@@ -96,8 +96,9 @@ def make_tiles(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = F
 
 
 def token_tiles(counts: NDArray[np.int64]) -> tuple[Indices, NDArray[np.int64], NDArray[np.int64]]:
-    """Return tiles of single queries, each with one segment, given the number of each query's segments; and each tile's
-    query and part.
+    """Return tiles of single queries with one segment each, and each tile's query and part.
+
+    ``counts`` are the queries' numbers of segments.
     """
     rows, parts = np.repeat(np.arange(len(counts)), counts), _count_up(counts)
     tile, zeros, ones = np.arange(len(rows)), np.zeros_like(rows), np.ones_like(rows)
