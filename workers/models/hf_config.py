@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, get_args
 
@@ -56,12 +57,12 @@ class HfConfig:
         return value
 
     def number(self, key: str, default: float | None = None, above: float | None = None) -> float:
-        """Return a number, which must be above ``above`` if it is given. Null counts as missing."""
-        value = self.raw.get(key)
+        """Return a finite number, which must be above ``above`` if it is given. Null counts as missing."""
+        value: Any = self.raw.get(key)
         if value is None and default is not None:
             return default
-        is_too_low = isinstance(value, (int, float)) and above is not None and value <= above
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or is_too_low:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+        if not is_number or (above is not None and value <= above):
             wanted = "a number" if above is None else f"a number above {above}"
             raise UnsupportedModelError(f"config.json must give {key} as {wanted}, but gives {value!r}")
         return float(value)

@@ -143,6 +143,7 @@ def test_layers_that_share_a_selection_cost_no_indexer() -> None:
         ("DeepseekV32", {"rope_interleave": False}, "rope_interleave is False; allowed: True"),
         ("DeepseekV32", {"indexer_rope_interleave": True}, "indexer_rope_interleave is True; allowed: False"),
         ("DeepseekV32", {"routed_scaling_factor": None}, "routed_scaling_factor as a number, but gives None"),
+        ("DeepseekV32", {"rms_norm_eps": float("nan")}, "rms_norm_eps as a number, but gives nan"),
         ("DeepseekV32", {"moe_layer_freq": 2}, "moe_layer_freq is 2; allowed: 1"),
         ("DeepseekV32", {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None; allowed"),
         ("DeepseekV32", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries; allowed: 61"),
