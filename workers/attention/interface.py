@@ -24,7 +24,7 @@ class Feature(StrEnum):
     SMALL_MEMORY = "latents wider than 256 elements on a GPU with less than 152 KiB of shared memory"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionParams:
     """Attention parameters of one layer, passed with every call."""
 
@@ -36,13 +36,17 @@ class AttentionParams:
     """Width of values that are the first elements of their keys, as in latent attention. None if values are stored
     apart.
     """
+    sinks: Tensor | None = None
+    """``[heads]`` fp32: one scaled score per head, which takes part in the softmax but has no value. Only ``merge``
+    applies them, since each must count only once per query.
+    """
 
     def key_and_value(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer that stores ``parts [..., dim]``: K and V, or first a part for both."""
         return parts[0], parts[1] if self.value_dim is None else parts[0][..., : self.value_dim]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionShape:
     """Shape of a layer's attention on one rank, and the parameters that the layer passes with every call."""
 

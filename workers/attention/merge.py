@@ -70,3 +70,11 @@ def merge_into(joined: Partial, found: Partial) -> None:
     for out, other, factor, other_factor in zip(*rows, strict=True):
         out.mul_(factor).addcmul_(other, other_factor)
     joined.lse.copy_(lse)
+
+
+def with_sinks(found: Partial, sinks: Tensor | None) -> Partial:
+    """Return the partial with sinks ``[heads]``, each of which acts like one more score of a key without a value."""
+    if sinks is None:
+        return found
+    lse = torch.logaddexp(found.lse, sinks)
+    return Partial((found.out * (found.lse - lse).exp_()[..., None]).to(found.out.dtype), lse)

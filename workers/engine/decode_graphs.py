@@ -13,6 +13,7 @@ from cluster.spec.kv import pages_for
 from cluster.spec.step_messages import StepShape
 from cluster.spec.strategy import MoeDispatch
 from workers.attention.interface import AttentionBackend, AttentionParams, GraphAttention, GraphShape
+from workers.attention.merge import with_sinks
 from workers.attention.selection import IndexQueries
 from workers.engine.batch import StepInput
 from workers.engine.captures import Capture, CaptureError
@@ -209,7 +210,7 @@ class _DecodeContext(AttentionContext):
     def attend(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None = None) -> Tensor:
         assert expand is None, "captured steps attend to keys as stored"
         kv = params.key_and_value(self._pool.layer_view(layer))
-        return self._attention.attend(q, *kv, params).out
+        return with_sinks(self._attention.attend(q, *kv, params), params.sinks).out
 
     def attend_selected(
         self, layer: int, q: Tensor, params: AttentionParams, index: IndexQueries | None, top_k: int

@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import Tensor
 
 from workers.attention.interface import AttentionBackend, AttentionParams
-from workers.attention.merge import Partial, merge_in_turn
+from workers.attention.merge import Partial, merge_in_turn, with_sinks
 from workers.attention.runs import Run, sees_any
 from workers.attention.selection import IndexQueries
 from workers.context_parallel.exchange import Ring, RowGather
@@ -93,7 +93,7 @@ class StepContext(AttentionContext, ABC):
         if joined is None:
             *_, values = params.key_and_value(self.pool.layer_view(layer))
             return q.new_empty(0, q.shape[1], params.value_dim or values.shape[-1])
-        return joined.out.to(q.dtype)
+        return with_sinks(joined, params.sinks).out.to(q.dtype)
 
     @abstractmethod
     def partials(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None) -> Iterable[Partial]:

@@ -1,5 +1,6 @@
 """The torch backend compared with reference attention. Every slot that it must not read is NaN."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,8 @@ from tests.fakes.devices import use_meta_device
 from tests.fakes.kernel_cases import PagedCase, any_params, check_paged, check_rows, paged_cases, prompt_cases
 from tests.unit.workers.test_row_attention import check, masked_attention, new_rows, rank_pairs
 from workers.attention import torch_backend
-from workers.attention.merge import Partial, merge_in_turn
+from workers.attention.interface import AttentionParams
+from workers.attention.merge import Partial, merge_in_turn, with_sinks
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 
@@ -86,17 +88,32 @@ def test_only_the_result_is_rounded() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, 20), max_size=3), st.sampled_from([None, 1, 6]))
-def test_partials_join_however_keys_are_sharded(ends: list[int], window: int | None) -> None:
+def test_a_sink_joins_the_softmax_once_however_keys_are_sharded(ends: list[int], window: int | None) -> None:
     query, key, value = tensors(20, 20)
-    params = params_for(query, window)
+    sinks = torch.linspace(-2, 3, 6)
+    params = replace(params_for(query, window), sinks=sinks)
     edges = list(pairwise([0, *sorted(ends), 20]))
     shards = [TORCH.prepare_rows([Run(0, 0, 20, 1)], [Run(0, begin, end - begin, 1)]) for begin, end in edges]
     kvs = [(key[begin:end], value[begin:end]) for begin, end in edges]
     found = [shard.attend(query, *kv, params) for shard, kv in zip(shards, kvs, strict=True)]
     mask = seen(20, 20) if window is None else seen(20, 20) & ~np.tri(20, 20, -window, dtype=np.bool_)
+    # A sink is a score whose value is zero.
+    out, lse = masked_attention(query, key, value, mask)
+    whole = torch.logaddexp(lse, sinks.double())
     joined = merge_in_turn(found)
     assert joined is not None
-    check(joined, masked_attention(query, key, value, mask))
+    check(with_sinks(joined, sinks), Partial(out * (lse - whole).exp()[..., None], whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sink_alone_takes_all_and_gives_nothing(dtype: torch.dtype) -> None:
+    query, key, value = tensors(2, 3, dtype)
+    params = AttentionParams(1.0, sinks=torch.full((6,), 0.5))
+    empty = TORCH.prepare_rows([Run(0, 0, 2, 1)], [Run(1, 0, 3, 1)]).attend(query, key, value, params)
+    out, lse = with_sinks(empty, params.sinks)
+    assert out.dtype == dtype
+    assert not out.any()
+    assert lse.eq(0.5).all()
 
 
 def test_transients_do_not_grow_with_queries_times_context(monkeypatch: pytest.MonkeyPatch) -> None:
