@@ -113,7 +113,7 @@ def _load(
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
     memory, host_region, pinned = _open_memory(spec, layout, device, backend, groups)
     is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
-    runner = ModelRunner(model, memory.pool, attention, groups, spec.ownership, grammars, peer_memory=memory)
+    runner = ModelRunner(model, memory.pool, attention, groups, spec.ownership, grammars)
     runner.warm_up()
     on_failure.callback(runner.drop_graphs)
     _capture_decode(spec, runner, make_capture, why_not_captured(config, spec.pool, **features))

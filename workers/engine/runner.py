@@ -32,7 +32,6 @@ from workers.layers.attention_config import LatentAttentionConfig
 from workers.memory.copy import warm_up_copies
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import OnStored, PagePool
-from workers.memory.peer_memory import PeerMemory
 from workers.models.decoder import DecoderModel
 
 _KERNEL_STEPS = [*product((1 << power for power in range(8)), (0, 1024)), (512, 0)]
@@ -56,10 +55,8 @@ class ModelRunner:
         groups: RankGroups,
         ownership: KvOwnership = KvOwnership.REPLICATED,
         grammars: Grammars | None = None,
-        peer_memory: PeerMemory | None = None,
     ) -> None:
-        """Create the runner. The sampling rank needs ``grammars``. Ranks that receive pages need ``peer_memory``."""
-        self._peer_memory = peer_memory
+        """Create the runner. The sampling rank needs ``grammars``."""
         self._graphs: DecodeGraphs | None = None
         self.graph_bytes = 0
         """GPU memory in bytes that captured steps hold."""
@@ -183,8 +180,6 @@ class ModelRunner:
         replayed steps.
         """
         self._update_requests(plan)
-        if self._peer_memory is not None:
-            self._peer_memory.receive(plan.received_pages)
         with torch.inference_mode(), self._pool.in_step(load, on_stored):
             sampled = self._forward(plan) if any(plan.shape.shard_lens) else SampledTokens()
         # Sampled tokens arrive after everything else.

@@ -72,6 +72,8 @@ class RankSteps:
         start_s = self._clock.now_s()
         self._progress.at(f"in step {plan.step}")
         self._sender.before_step(plan)
+        # Before the load: a page may be received, freed with its request, and loaded for another one in the same step.
+        self._rank.memory.receive(plan.received_pages)
         load = None
         if plan.layerwise_load is not None:
             assert self._tiers is not None, "got a tier job, but this rank has no host memory"

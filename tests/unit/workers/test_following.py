@@ -61,6 +61,7 @@ class Rank:
         worker._handle, worker._messages = partial(Worker._handle, worker), partial(Worker._messages, worker)
         rank: Any = SimpleNamespace(
             runner=SimpleNamespace(begin=self.begin, requests={}),
+            memory=SimpleNamespace(receive=lambda _: None),
             groups=SimpleNamespace(is_sampling_rank=False),
             grammars=None,
             step_recorder=SimpleNamespace(recorder=SimpleNamespace(begin=lambda _: False), communication_s=0.0),

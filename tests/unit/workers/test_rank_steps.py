@@ -1,6 +1,6 @@
 """Steps of one rank, and its statistics in heartbeats and traces."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ class FakeParts:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.progress = LoopProgress()
-        self.runner = self.step_recorder = self
+        self.runner = self.memory = self.step_recorder = self
         self.recorder = SimpleNamespace(begin=lambda _: True)
         self.communication_s = 7.0
         self.requests = {Room(1): "known"}
@@ -45,6 +45,9 @@ class FakeParts:
 
     def before_step(self, plan: StepPlan) -> None:
         self._note("cached pages leave", plan.step)
+
+    def receive(self, pages: list[int]) -> None:
+        self._note("received", pages)
 
     def submit_layerwise(self, job: TierJob) -> str:
         self._note("layerwise load", job.job_id)
@@ -82,8 +85,16 @@ class FakeParts:
         self.calls.append(call)
 
 
-def plan_of(step: int, fill: TierJob | None = None) -> StepPlan:
-    return StepPlan(step=step, shape=StepShape(), new_requests=[], scheduled=[], releases=[], layerwise_load=fill)
+def plan_of(step: int, fill: TierJob | None = None, received: Sequence[int] = ()) -> StepPlan:
+    return StepPlan(
+        step=step,
+        shape=StepShape(),
+        new_requests=[],
+        scheduled=[],
+        releases=[],
+        layerwise_load=fill,
+        received_pages=list(received),
+    )
 
 
 @pytest.fixture
@@ -99,7 +110,13 @@ def steps(parts: FakeParts) -> RankSteps:
 
 def test_cached_pages_are_sent_before_the_forward_and_computed_ones_after(parts: FakeParts, steps: RankSteps) -> None:
     steps.begin(plan_of(3))
-    begun = [("cached pages leave", 3), ("recorded from", 3), ("forward", 3, None), ("recorded to", 3)]
+    begun = [
+        ("cached pages leave", 3),
+        ("received", []),
+        ("recorded from", 3),
+        ("forward", 3, None),
+        ("recorded to", 3),
+    ]
     assert (parts.calls, steps.num_begun, parts.progress.position) == (begun, 1, BETWEEN_STEPS)
     ended = steps.end()
     assert parts.calls[len(begun) :] == [("wait",), ("computed pages leave", 3)]
@@ -108,8 +125,10 @@ def test_cached_pages_are_sent_before_the_forward_and_computed_ones_after(parts:
 
 
 def test_the_forward_gets_its_layerwise_load(parts: FakeParts, steps: RankSteps) -> None:
-    steps.begin(plan_of(3, TierJob(job_id=5, kind=TierJobKind.LOAD, pages=[])))
+    """Pages are received before, because the load may fill one of them again."""
+    steps.begin(plan_of(3, TierJob(job_id=5, kind=TierJobKind.LOAD, pages=[]), received=[4, 0]))
     assert parts.calls[1:] == [
+        ("received", [4, 0]),
         ("layerwise load", 5),
         ("recorded from", 3),
         ("forward", 3, ARRIVALS),
