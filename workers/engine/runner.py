@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -16,6 +17,7 @@ from cluster.spec.step_messages import ScheduledRequest, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.attention.merge import Partial, merge_in_turn
+from workers.attention.runs import Run
 from workers.context_parallel.shard_plan import dummy_request, join_shapes, make_step_shape
 from workers.engine.attention_context import make_context
 from workers.engine.batch import StepInput, build_step_batch
@@ -29,6 +31,7 @@ from workers.engine.rank_groups import RankGroups
 from workers.engine.sampler import begin_sample, draw
 from workers.engine.step_context import CpExchange, StepContext
 from workers.layers.attention_config import LatentAttentionConfig
+from workers.layers.latent_attention import LatentHeads
 from workers.memory.copy import warm_up_copies
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import OnStored, PagePool
@@ -88,9 +91,35 @@ class ModelRunner:
         for num_tokens, prefix_len in steps:
             self.run_dummy(self._groups.cp.size * num_tokens, prefix_len)
         if self._model.device.has_kernels:
+            self._attend_dummy()
             self._merge_dummy()
             self.sample_dummy(1)
             warm_up_copies(self._pool)
+
+    def _attend_dummy(self) -> None:
+        """Attend to keys in pages, in rows and, of latents, to expanded ones.
+
+        A step uses the kernels of its strategy and its mix of extends, of which there are more than dummy steps.
+        """
+        model, pool = self._model, self._pool
+        shape, params = model.attention, model.attention.params
+        heads = next((module for module in model.modules() if isinstance(module, LatentHeads)), None)
+        with torch.inference_mode():
+            for num_queries, prefix_len in _KERNEL_STEPS:
+                num_keys = prefix_len + num_queries
+                table = torch.full((pages_for(num_keys, pool.page_size),), pool.num_pages)
+                rows = torch.zeros(num_keys, *pool.row_shape(0), dtype=model.dtype, device=model.device.torch_device)
+                query = rows.new_zeros(num_queries, shape.num_heads, shape.query_dim)
+                runs = [Run(0, prefix_len, num_queries, 1)]
+                paged = self._backend.prepare(runs, [table], pool.page_size)
+                paged.attend(query, *params.key_and_value(pool.layer_view(0)), params)
+                if self._groups.cp.size > 1:
+                    attention = self._backend.prepare_rows(runs, [Run(0, 0, num_keys, 1)])
+                    attention.attend(query, *params.key_and_value(pool.split(0, rows)), params)
+                if heads is not None:
+                    key, value = heads.expand(*pool.split(0, rows))
+                    attention = self._backend.prepare_rows(runs, [Run(0, 0, num_keys, 1)])
+                    attention.attend(key[:num_queries], key, value, replace(params, value_dim=value.shape[-1]))
 
     def _merge_dummy(self) -> None:
         """Merge partials in the model's dtype, and those that other ranks return in fp32, to compile the kernels."""

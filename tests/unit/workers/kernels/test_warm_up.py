@@ -137,6 +137,45 @@ def test_kernels_for_rows_of_ranks_are_warmed_up(kv_heads: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("ownership", list(KvOwnership))
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_attention_of_any_strategy_and_mix_of_extends_is_warmed_up(
+    family: str, ownership: KvOwnership, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short extend beside a long one attends to latents in another form, and with fewer queries, than alone."""
+    folder = make_checkpoint(tmp_path, family, num_hidden_layers=2)
+    seen = threading.local()
+
+    def note_attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **others: Any) -> None:
+        in_parts, shapes = others["parts"] is not None, (query.shape[1:], key.shape[-1], value.shape[-1])
+        seen.kernels.add((others["blocks"], others["page_size"], in_parts, shapes))
+        out.zero_()
+        lse.zero_()
+
+    monkeypatch.setattr(backend, "attend", note_attend)
+    passings = [None] if ownership is KvOwnership.REPLICATED else list(Passing)
+
+    def compute(group: Communicator) -> tuple[Any, Any]:
+        """Return the kernels at the start, and those after it."""
+        seen.kernels = warm = set[Any]()
+        model = load_model(folder, dtype=torch.bfloat16, device=CpuWithKernels())
+        pool = PagePool.of_one_rank(model.config.kv_geometry("m", "bfloat16", 64), 200)
+        one = ModelRunner(model, pool, TritonAttention(), RankGroups(cp=group), ownership, None)
+        one.warm_up()
+        seen.kernels = set()
+        rng = random.Random(0)
+        for strategy, passing in product(Strategy, passings):
+            for _ in range(4):
+                lens = [(rng.choice([1, 5, 131, 1500]), rng.choice([0, 1024, 5000])) for _ in range(rng.randrange(1, 4))]
+                requests = [Request([1] * count, prefix_len, range(110)) for count, prefix_len in lens]
+                with torch.inference_mode():
+                    one._compute(step_of(requests, strategy, group.size, passing))
+        return warm, seen.kernels
+
+    for warm, later in on_thread_ranks(3, compute):
+        assert later <= warm
+
+
+@pytest.mark.parametrize("ownership", list(KvOwnership))
 def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
     ownership: KvOwnership, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
