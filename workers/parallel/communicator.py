@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 from weakref import WeakSet
 
-from torch import OutOfMemoryError, Tensor
+from torch import AcceleratorError, OutOfMemoryError, Tensor
 
 from cluster.spec.errors import PeerLostError
 
@@ -66,8 +66,8 @@ class Communicator:
     """One member's view of a group. Every member makes the same calls in the same order.
 
     Every call raises PeerLostError if a peer is dead or does not respond within the group's timeout, and
-    OutOfMemoryError if this rank's GPU has no memory left. Callers wait for collectives in the order in which they
-    start them.
+    OutOfMemoryError or AcceleratorError if this rank's GPU has no memory left or has failed. Callers wait for
+    collectives in the order in which they start them.
     """
 
     def __init__(self, name: str, rank: int = 0, size: int = 1, backend: Backend | None = None) -> None:
@@ -172,7 +172,7 @@ class Communicator:
         start_s = time.monotonic()
         try:
             yield
-        except OutOfMemoryError:  # of this rank
+        except (OutOfMemoryError, AcceleratorError):  # of this rank
             raise
         except RuntimeError as exc:
             raise PeerLostError(f"{call} in group {self.name}, rank {self.rank} of {self.size}: {exc}") from exc

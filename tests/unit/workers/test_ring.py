@@ -147,15 +147,16 @@ def test_a_failure_is_raised_in_the_wait_and_its_time_counts(monkeypatch: pytest
     assert group.waited_s == 6.0
 
 
-def test_memory_that_runs_out_is_no_lost_peer() -> None:
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_an_error_of_this_ranks_gpu_is_no_lost_peer(kind: type[RuntimeError]) -> None:
     """A rank's own error must not look like the effect of another rank's."""
 
-    class Full(_SlowWork):
+    class Broken(_SlowWork):
         def barrier(self) -> "_SlowWork":
-            raise torch.OutOfMemoryError("no memory for a copy")
+            raise kind("CUDA error")
 
-    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        Communicator("full", 1, 2, Full()).barrier()
+    with pytest.raises(kind, match="CUDA error"):
+        Communicator("broken", 1, 2, Broken()).barrier()
 
 
 def test_received_bytes_are_those_of_other_ranks() -> None:
