@@ -265,6 +265,8 @@ def open_device(device: config.Device, share: float = 1.0) -> Device:
     torch.cuda.set_device(GPU.torch_device)
     GPU.share = share
     torch.cuda.set_per_process_memory_fraction(share, GPU.torch_device)
+    # Containers can allow TF32 by an environment variable.
+    torch.set_float32_matmul_precision("highest")
     # Otherwise, cuBLAS may add parts of a sum in 16 bits.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
