@@ -10,7 +10,9 @@ SHELL := /bin/bash
 # Test files run in parallel. Tests of clusters take longest, so they start first; they run one after another.
 PYTEST = $(VENV)/bin/pytest -n $(JOBS) --no-loadscope-reorder
 PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
-TORCH_INDEX = https://download.pytorch.org/whl/cpu
+TORCH_INDEX = https://download.pytorch.org/whl
+# Such as `cpu` or `cu129`.
+BUILD = $(word 2,$(subst +, ,$(TORCH)))
 EXTRAS_serve = $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),mooncake)
 EXTRAS_dev = dev,$(EXTRAS_serve)
 
@@ -65,15 +67,15 @@ clean:
 	rm -rf $(VENV) build dist baton_serve.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# PyPI's torch includes CUDA, so the CPU build is requested by its full version: first from the configured indexes, then
-# from PyTorch's own. The constraints then keep it in place.
+# PyPI's torch includes CUDA, so the CPU build, or that for another CUDA, is requested by its full version: first from the
+# configured indexes, then from PyTorch's own. The constraints then keep it in place.
 $(VENV)/.serve $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Baton needs Python 3.11 or newer:  apt-get install -y python3 python3-venv" >&2; exit 1; }
 	@test -x $(VENV)/bin/pip || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is \
 	missing:  apt-get install -y $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 1; }
 	@test -x $(VENV)/bin/pip || { echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "installing PyTorch $(TORCH) (about $(if $(findstring +cpu,$(TORCH)),190 MB,3 GB) the first time)"
-	@$(PIP) "torch==$(TORCH)" 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) "torch==$(TORCH)"
+	@$(PIP) "torch==$(TORCH)" $(if $(BUILD),2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX)/$(BUILD) "torch==$(TORCH)")
 	@echo "installing Ray, transformers and the rest, as pinned in constraints.txt"
 	@$(PIP) --editable ".[$(EXTRAS_$*)]"
 	@touch $(if $(filter dev,$*),$(VENV)/.serve) $@
