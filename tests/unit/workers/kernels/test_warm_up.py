@@ -165,7 +165,9 @@ def test_attention_of_any_strategy_and_mix_of_extends_is_warmed_up(
         rng = random.Random(0)
         for strategy, passing in product(Strategy, passings):
             for _ in range(4):
-                lens = [(rng.choice([1, 5, 131, 1500]), rng.choice([0, 1024, 5000])) for _ in range(rng.randrange(1, 4))]
+                lens = [
+                    (rng.choice([1, 5, 131, 1500]), rng.choice([0, 1024, 5000])) for _ in range(rng.randrange(1, 4))
+                ]
                 requests = [Request([1] * count, prefix_len, range(110)) for count, prefix_len in lens]
                 with torch.inference_mode():
                     one._compute(step_of(requests, strategy, group.size, passing))
