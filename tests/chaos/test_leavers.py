@@ -20,16 +20,19 @@ from tests.fakes.recall_prompts import LINK_LEN, chain_prompt
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(900)]
 
 POOL_TOKENS = 8192
+# Native attention and large chunks would be over before a heartbeat shows the phase.
 SETTINGS = (
     "kv.memory_gib=0.02",
     f"model.max_context={POOL_TOKENS}",
     "decode.max_fill=1.5",
-    "prefill.chunk_tokens=64",
+    "prefill.chunk_tokens=32",
+    "resources.attention=torch",
     "router.max_wait_s=60",
 )
-LARGE, TOO_MUCH = 7800, 4000
+LARGE, TOO_MUCH = 6910, 4000
 """Prompt lengths: after one of the first, decode lacks pages for the second. After two, the router queues."""
-NUM_TOKENS = 300
+LONG, NUM_TOKENS = 1150, 300
+"""Output lengths: of a stream that lasts until both have been seen waiting, and of clients that disconnect."""
 ROUNDS = 2
 SEEN_S = 120.0
 TOKEN = b'"token_ids"'
@@ -114,7 +117,7 @@ class Leaving:
 def test_clients_disconnect_in_five_phases(cluster: RunningCluster, folder: Path) -> None:
     before, leaving, streams = Before(cluster, "decode-0"), Leaving(cluster, folder), list[Stream]()
     for seed in range(800, 800 + 100 * ROUNDS, 100):
-        with Crowd(cluster.url, [Stream(NUM_TOKENS, seed, LARGE)]) as crowd:
+        with Crowd(cluster.url, [Stream(LONG, seed, LARGE)]) as crowd:
             cluster.wait_until(lambda crowd=crowd: crowd.have_tokens(3), SEEN_S)
             leaving.wait(seed + 10)
         streams += crowd.streams
