@@ -39,6 +39,7 @@ def reports() -> "queue.SimpleQueue[str]":
 def signals(reports: "queue.SimpleQueue[str]") -> Iterator[StopSignals]:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
     yield StopSignals(reports.put)
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
