@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,8 +106,13 @@ def check_ray(environ: Mapping[str, str] = os.environ, home: Path | None = None)
     return Finding("ray", Status.OK, found)
 
 
-def check_torch(version: str | None = None, num_gpus: int | None = None) -> Finding:
-    """Check that PyTorch is installed, and built for CUDA if there are GPUs. Does not load CUDA."""
+def check_torch(
+    version: str | None = None, num_gpus: int | None = None, missing: Callable[[], Sequence[str]] | None = None
+) -> Finding:
+    """Check that PyTorch is installed and, if there are GPUs, built for CUDA and able to compile Triton's launchers.
+
+    Does not load CUDA.
+    """
     version = version or installed_version("torch")
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if num_gpus is None else num_gpus
     if version is None:
@@ -116,6 +122,10 @@ def check_torch(version: str | None = None, num_gpus: int | None = None) -> Find
     if cpu_only and num_gpus:
         release = version.removesuffix("+cpu")
         return Finding("torch", Status.WARN, found, f"to use the GPU: `make clean`, then `make venv TORCH={release}`")
+    packages = (missing or missing_triton_packages)() if num_gpus else ()
+    if packages:
+        fix = f"to use the GPU: apt-get install -y {' '.join(packages)}"
+        return Finding("torch", Status.WARN, f"{found}; missing Debian packages: {', '.join(packages)}", fix)
     return Finding("torch", Status.OK, found)
 
 
@@ -193,6 +203,13 @@ def check_memory(memory: MachineMemory | None = None) -> Finding:
     if available_gib < 4:
         return Finding("memory", Status.WARN, found, "free at least 4 GiB, or lower kv.memory_gib in the deploy file")
     return Finding("memory", Status.OK, found)
+
+
+def missing_triton_packages() -> list[str]:
+    """Return the missing Debian packages with which Triton compiles the code that launches its kernels."""
+    compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
+    has_headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    return ["gcc"] * (not any(compilers)) + ["python3-dev"] * (not has_headers)
 
 
 def missing_mooncake_packages() -> list[str]:

@@ -5,6 +5,7 @@ import pwd
 import shutil
 import socket
 import sys
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -57,7 +58,16 @@ def test_ray_auth(environ: dict[str, str], token_file: bool, status: Status, par
     [("2.13.0+cpu", 0, Status.OK), ("2.13.0+cu130", 8, Status.OK), ("2.13.0+cpu", 1, Status.WARN)],
 )
 def test_torch(version: str, num_gpus: int, status: Status) -> None:
-    assert doctor.check_torch(version, num_gpus).status is status
+    assert doctor.check_torch(version, num_gpus, list).status is status
+
+
+def test_what_triton_needs_is_checked_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    assert doctor.check_torch("2.13.0+cu130", 0).status is Status.OK
+    bare = doctor.check_torch("2.13.0+cu130", 8)
+    assert (bare.status, bare.fix) == (Status.WARN, "to use the GPU: apt-get install -y gcc python3-dev")
 
 
 def test_mooncake_names_what_to_install() -> None:
