@@ -21,9 +21,13 @@ from cluster.supervisor.commands import (
 _NAME_HELP = "Name of the cluster; needed if several are running on this machine."
 Replica = Annotated[str, typer.Argument(help="Name of the replica, such as decode-0.", show_default=False)]
 Cluster = Annotated[str | None, typer.Option("--cluster", metavar="NAME", help=_NAME_HELP, show_default=False)]
+_MOST_S = 1_000_000
+"""Most seconds of a wait, as in the deploy file. JSON has no infinity: the driver would take it for no value."""
 Grace = Annotated[
     float | None,
-    typer.Option("--grace", min=0, help="Maximum wait for open requests, in seconds. Default: router.drain_s."),
+    typer.Option(
+        "--grace", min=0, max=_MOST_S, help="Maximum wait for open requests, in seconds. Default: router.drain_s."
+    ),
 ]
 
 
@@ -83,7 +87,12 @@ def scale(
     grace_s: Grace = None,
     wait_s: Annotated[
         float,
-        typer.Option("--wait", min=0, help="Maximum wait for machines to join if new replicas need more, in seconds."),
+        typer.Option(
+            "--wait",
+            min=0,
+            max=_MOST_S,
+            help="Maximum wait for machines to join if new replicas need more, in seconds.",
+        ),
     ] = 0.0,
 ) -> None:
     """Start more replicas, or drain and stop those with the highest numbers."""
