@@ -36,7 +36,7 @@ class ApiKey(BaseModel):
     key: Annotated[str, Field(min_length=8, pattern=r"^[\x21-\x7e]+$")]
     max_requests: Annotated[int, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
-    priority: int = 0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """Lowest priority value, and therefore the best priority, that requests with this key can have."""
     weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
     """Share of the cluster, relative to other keys, that this key gets while requests wait."""

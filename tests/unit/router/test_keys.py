@@ -76,6 +76,7 @@ def test_without_keys_it_is_open_and_has_no_administrator() -> None:
         ("- {name: a, key: same-same}\n- {name: b, key: same-same}", "the same key"),
         ("- {name: a, key: one-one-1}\n- {name: a, key: two-two-2}", "the same name"),
         ("- {name: a, key: one-one-1, max_requests: 0}", "max_requests"),
+        ("- {name: a, key: one-one-1, priority: -9223372036854775809}", "priority"),
     ],
 )
 def test_a_bad_file_is_refused_without_quoting_a_key(tmp_path: Path, text: str, message: str) -> None:
