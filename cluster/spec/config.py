@@ -35,6 +35,8 @@ CPU_POOL_GIB = 1.0
 """Default memory of a CPU worker's page pool, enough for the demo model on a laptop."""
 MOST_REPLICAS = 4096
 """Maximum number of replicas of a role."""
+ChunkTokens = Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
+"""Number of tokens in a step: no prompt has more, and larger steps would fit in no memory."""
 
 
 class Device(StrEnum):
@@ -181,7 +183,7 @@ class PrefillConfig(PoolConfig):
     shard_linear: ShardLinear = ShardLinear.NONE
     """Sharding of query and output projections over CP ranks: with `none`, every rank holds all; with `broadcast`,
     those of every cp-th layer; with `gather`, a part of each layer's. Ranks send them to each other ahead of use."""
-    chunk_tokens: PositiveInt = 8192
+    chunk_tokens: ChunkTokens = 8192
     """Maximum number of tokens in one step of each DP rank, over all requests."""
     skip_below_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
     """Number of uncached prompt tokens below which decode computes the prompt itself, without prefill; 0 for never."""
@@ -207,7 +209,7 @@ class DecodeConfig(PoolConfig):
 
     parallel: DecodeParallelConfig = DecodeParallelConfig()
     """Parallel sizes of each replica."""
-    chunk_tokens: PositiveInt = 2048
+    chunk_tokens: ChunkTokens = 2048
     """Maximum number of tokens in one step of each DP rank, when decode computes a prompt or recomputes a request."""
     max_fill: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 16.0
     """Maximum total of prompt tokens and longest possible answers at one replica, as a multiple of its KV pool; further

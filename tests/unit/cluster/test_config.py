@@ -44,6 +44,10 @@ BAD_FILES = {
     "yes for a number": ("kv: {page_size: yes}", [f"kv.page_size: got true; {WHOLE_FROM_1}"]),
     "nothing for a number": ("kv: {page_size: }", [f"kv.page_size: got nothing; {WHOLE_FROM_1}"]),
     "list for a number": ("kv: {page_size: [64]}", [f"kv.page_size: got a list; {WHOLE_FROM_1}"]),
+    "step too large for any memory": (
+        "prefill: {chunk_tokens: 1000000000}",
+        ["prefill.chunk_tokens: got 1000000000; allowed: a whole number from 1 to 16777216"],
+    ),
     "zero": ("decode: {replicas: 0}", ["decode.replicas: got 0; allowed: a whole number from 1 to 4096"]),
     "negative memory": ("kv: {memory_gib: -1}", ["kv.memory_gib: got -1; allowed: a number over 0, at most 65536"]),
     "infinite memory": ("kv: {memory_gib: .inf}", ["kv.memory_gib: got inf; allowed: a number over 0, at most 65536"]),
