@@ -1,7 +1,7 @@
 """Handlers of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/responses``, from the body to the answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -176,12 +176,25 @@ class AnswerReader:
         self._answer = answer
         rules = [request.text_rules for request in answer.requests]
         self._texts = [AnswerText(tokenizer, rule, index) for index, rule in enumerate(rules)]
+        self._first_of: list[int] = []
+        """Index of the first choice of each choice's prompt."""
+        for index, request in enumerate(answer.requests):
+            self._first_of.append(self._first_of[-1] if request.shares_prompt else index)
+        self._held: dict[int, dict[int, OutputBatch]] = {
+            first: {}
+            for first, request in enumerate(answer.requests)
+            if request.sampling.num_prompt_logprobs is not None
+        }
+        """Output of further choices, by first choice, until this one brings the prompt's log-probabilities.
+
+        Usually it is the first to have any output, but not if its replica was lost: then each choice starts anew.
+        """
 
     async def chunks(self) -> AsyncGenerator[list[OutputChunk], None]:
         """Yield one chunk for each token until every choice has finished, with breaks for other clients."""
         while batches := await self._answer.receive():
             chunks: list[OutputChunk] = []
-            for index, batch in batches:
+            for index, batch in self._in_order(batches):
                 for part in batch.parts(_MOST_AT_ONCE):
                     chunks += self._push(index, part, is_finished=batch.finish is not None)
                     if len(chunks) >= _MOST_AT_ONCE:
@@ -190,6 +203,18 @@ class AnswerReader:
                         await asyncio.sleep(0)
             if chunks:
                 yield chunks
+
+    def _in_order(self, batches: Sequence[tuple[int, OutputBatch]]) -> Iterator[tuple[int, OutputBatch]]:
+        """Yield batches, and those that were held back for them."""
+        for index, batch in batches:
+            held = self._held.get(first := self._first_of[index])
+            if held is None or index == first:
+                yield index, batch
+                yield from self._held.pop(index, {}).items()
+            elif index in held:
+                held[index].append(batch)
+            else:
+                held[index] = batch
 
     def _push(self, index: int, batch: OutputBatch, *, is_finished: bool) -> list[OutputChunk]:
         """Return a choice's next chunks; ``is_finished`` if replicas have finished the choice."""

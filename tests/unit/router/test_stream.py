@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.spec.sampling import FinishReason
+from cluster.spec.sampling import FinishReason, Sampling
 from cluster.tokenizer import Tokenizer
 from router.answer import Answer
-from router.api.generation import AnswerReader
+from router.api.generation import AnswerReader, choices_of
 from router.errors import RequestFailedError
 from router.request import Cause, ChoiceId, FailRequest, OutputBatch
 from router.text import TextRules
@@ -73,6 +73,26 @@ async def test_outputs_that_a_slow_client_left_unread_are_written_in_pieces(tmp_
     assert text == ("ab" * 300 if stop else tokenizer.decode(token_ids))
     assert [chunk.finish for chunks in pieces for chunk in chunks if chunk.finish] == ["stop" if stop else "length"]
     assert stopped == []  # replicas have finished the choice already
+
+
+@pytest.mark.parametrize("stop", ["", "c"])
+async def test_further_choices_wait_for_the_prompts_log_probabilities(tmp_path: Path, stop: str) -> None:
+    tokenizer = Tokenizer(write_model_folder(tmp_path))
+    request = ask(Sampling(num_prompt_logprobs=0))
+    request.text_rules = TextRules(stops=[stop] if stop else [])
+    stopped: list[ChoiceId] = []
+    answer = Answer(choices_of(request, 2), stopped.append, lambda _: None)
+    reading = asyncio.create_task(texts_of(AnswerReader(tokenizer, answer)))
+    for text, finish in (("bc", None), ("d", FinishReason.LENGTH)):  # its replica was lost, and it started anew
+        push(answer, 1, tokenizer.encode(text, add_special_tokens=False), finish)
+        await asyncio.sleep(0)
+    push(answer, 0, tokenizer.encode("a", add_special_tokens=False), FinishReason.LENGTH)
+    assert await reading == [(0, "a"), (1, "b"), (1, "" if stop else "c"), *([] if stop else [(1, "d")])]
+    assert stopped == []  # replicas have finished the choice already
+
+
+async def texts_of(reader: AnswerReader) -> list[tuple[int, str]]:
+    return [(chunk.index, chunk.text) async for chunks in reader.chunks() for chunk in chunks]
 
 
 async def test_failure() -> None:
