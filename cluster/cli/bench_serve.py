@@ -191,7 +191,7 @@ def _measure(url: str, model: str | None, load: _Load, *, traced: bool) -> tuple
             model = model or first_model(client)
             workload = load.plan(client, model)
         return model, workload, _run(url, model, workload, traced=traced)
-    except (httpx.HTTPError, httpx.InvalidURL, EndpointError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, EndpointError, ValueError) as error:  # a host may be no name
         fail(f"{url}: {error}")
     except KeyboardInterrupt:
         fail("interrupted", 130)

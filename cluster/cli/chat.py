@@ -21,6 +21,8 @@ Url = Annotated[
 
 _DIM = "\x1b[2m{}\x1b[0m"
 """Text in a terminal's dim color."""
+_ERRORS = (EndpointError, httpx.HTTPError, httpx.InvalidURL, ValueError)
+"""Errors of an endpoint or its URL. A host that is no name, and an event that is no object, are ValueErrors."""
 _HELP = "Ctrl-C stops an answer, Ctrl-D exits, /clear starts a new conversation, /help shows this."
 
 
@@ -44,7 +46,7 @@ def chat(
             else:
                 print(f"{name} at {url}. {_HELP}")
                 _loop(conversation)
-    except (httpx.HTTPError, httpx.InvalidURL, EndpointError) as error:
+    except _ERRORS as error:
         print(f"baton chat: {url}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
@@ -73,6 +75,7 @@ class Conversation:
         Raises:
             EndpointError: the endpoint responded with an error.
             httpx.HTTPError: the connection failed.
+            ValueError: the endpoint's host is no name, or an event is not an object.
         """
         question = {"role": "user", "content": text}
         answer = {"role": "assistant", "content": ""}
@@ -81,7 +84,7 @@ class Conversation:
             for piece in self._stream(self.messages[:-1]):
                 answer["content"] += "" if piece.is_reasoning else piece.text
                 yield piece
-        except (EndpointError, httpx.HTTPError):
+        except _ERRORS:
             del self.messages[-2:]
             raise
 
@@ -152,7 +155,7 @@ def _answer(conversation: Conversation, text: str) -> None:
         print(conversation.speed)
     except KeyboardInterrupt:
         print(" [stopped]")
-    except (EndpointError, httpx.HTTPError) as error:
+    except _ERRORS as error:
         print(f"[{error}]", file=sys.stderr)
 
 

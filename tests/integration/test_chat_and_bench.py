@@ -73,6 +73,13 @@ def test_an_unreachable_url_is_reported() -> None:
         assert "http://127.0.0.1:9: " in result.stderr
 
 
+@pytest.mark.parametrize("command", [["chat", "-m", "hi"], ["bench", "serve"]])
+def test_a_url_whose_host_is_no_name_is_reported(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--url", "http://localhost..:8000"])
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert "http://localhost..:8000: " in result.stderr
+
+
 @pytest.mark.parametrize("loop", [("--concurrency", "2"), ("--request-rate", "200")])
 def test_bench_as_json(server: openai_server.FakeServer, loop: tuple[str, str]) -> None:
     result = _bench(
