@@ -241,10 +241,9 @@ class OpenChoice:
                 self._metrics.on_prompt(request, batch.cached.total)
             self.answer.phases = self.answer.phases or phases
             self.answer.prompt_s = batch.phases.prompt.seconds
-        if batch.cached.total:
+        if batch.cached.total and not request.shares_prompt:  # a further choice may start anew with the whole prompt
             self._metrics.on_cached(batch.cached)
-            if not request.shares_prompt:
-                self.answer.cached += batch.cached
+            self.answer.cached += batch.cached
         self.answer.push(self._index, batch)
         if batch.finish is not None:
             self.end(batch.finish, now_s)

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from cluster.spec.sampling import FinishReason, Sampling
+from cluster.spec.tiers import CachedTokens
 from cluster.tokenizer import Tokenizer
-from router.answer import Answer
+from router.answer import Answer, OpenChoice
 from router.api.generation import AnswerReader, choices_of
 from router.errors import RequestFailedError
+from router.metrics import Metrics
 from router.request import Cause, ChoiceId, FailRequest, OutputBatch
 from router.text import TextRules
 from tests.fakes.dispatching import ask
@@ -89,6 +91,16 @@ async def test_further_choices_wait_for_the_prompts_log_probabilities(tmp_path: 
     push(answer, 0, tokenizer.encode("a", add_special_tokens=False), FinishReason.LENGTH)
     assert await reading == [(0, "a"), (1, "b"), (1, "" if stop else "c"), *([] if stop else [(1, "d")])]
     assert stopped == []  # replicas have finished the choice already
+
+
+def test_cached_tokens_count_once_per_prompt() -> None:
+    answer, metrics = Answer(choices_of(ask(), 2), lambda _: None, lambda _: None), Metrics()
+    for index in range(2):  # the second choice has started anew, with the whole prompt
+        output = batch([1])
+        output.cached = CachedTokens(total=2)
+        OpenChoice(answer, index, metrics).take(output, 1.0)
+    assert metrics.cached_tokens.values == {(): 2}
+    assert answer.cached.total == 2
 
 
 async def texts_of(reader: AnswerReader) -> list[tuple[int, str]]:
