@@ -80,6 +80,9 @@ class CallScanner:
         events: list[Event] = []
         num_taken = 0
         while num_taken < len(text) and not self.is_over:
+            if text[num_taken] == "<" and self._depth and not self._in_string:
+                self.is_over = True  # the model forgot a brace before the closing marker
+                break
             self._take(text[num_taken], events)
             num_taken += 1
         self._keep_newest()
@@ -120,7 +123,7 @@ class CallScanner:
         if self._key is None:
             self.is_over = bool(written) or char == "}"
             return
-        self._values[self._key] = written
+        self._values.setdefault(self._key, written)
         if self._key == "name" and not self.has_begun:
             self._begin(written, events)
         self._key = None
@@ -135,10 +138,12 @@ class CallScanner:
             events.append(CallBegun(name))
 
     def _argue(self) -> list[Event]:
-        """Return the new part of the arguments; a call without any gets ``{}``."""
-        known = next((self._values[key] for key in _ARGUMENTS if key in self._values), None)
+        """Return the new part of the first arguments; a call without any gets ``{}``."""
+        known = next((value for key, value in self._values.items() if key in _ARGUMENTS), None)
         if known is None:
-            known = self._written.strip() if self._key in _ARGUMENTS else "{}" if self.is_over else ""
+            known = self._written.strip() if self._key in _ARGUMENTS else ""
+        if self.is_over:
+            known = known or "{}"
         new, self._num_passed = known[self._num_passed :], max(self._num_passed, len(known))
         return [Argued(new)] if new else []
 
