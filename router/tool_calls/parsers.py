@@ -156,7 +156,7 @@ class HermesParser:
     """
 
     def __init__(self) -> None:
-        self._opening, self._closing = MarkerScanner(OPENING), MarkerScanner(CLOSING)
+        self._opening, self._closing = MarkerScanner(OPENING), MarkerScanner(CLOSING, OPENING)
         self._text = Trimmer(keeps_start=True)
         self._call: CallScanner | None = None
         self._has_called = False
@@ -188,8 +188,8 @@ class HermesParser:
         """Read the current call; return the text after it."""
         if call.has_begun and call.is_over:
             _, after = self._closing.push(text)
-            if after is not None:
-                self._call = None
+            if after is not None:  # models forget the closing marker
+                self._call = CallScanner() if self._closing.hit == OPENING else None
             return after
         found, rest = call.push(text if call.raw else text.lstrip())
         if call.has_begun:

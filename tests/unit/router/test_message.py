@@ -67,6 +67,7 @@ ARGS = '{"x": "a}\\"b", "y": [1, {"z": 2}]}'
         ('<tool_call>{"name": "get", "arguments":}</tool_call>', "", [("get", "{}")]),
         ('<tool_call>{"name": "get", "arguments": {}, "arguments": {"a": 1}}</tool_call>', "", [("get", "{}")]),
         ('<tool_call>{"name": "get", "parameters": {}, "arguments": {"a": 1}}</tool_call>', "", [("get", "{}")]),
+        ('<tool_call>{"name": "get"}\n<tool_call>{"name": "put"}</tool_call>', "", [("get", "{}"), ("put", "{}")]),
         ('a <tool_call>{"na', 'a <tool_call>{"na', []),
         ("a <tool_call> [1] </tool_call>", "a <tool_call>[1] </tool_call>", []),
         ("a <tool_ca", "a <tool_ca", []),
