@@ -104,7 +104,8 @@ def _read_file(path: str | None) -> list[ApiKey]:
         return []
     try:
         tree: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        return TypeAdapter(list[ApiKey]).validate_python(tree)
+        # Without any keys, every client would be admitted.
+        return TypeAdapter(Annotated[list[ApiKey], Field(min_length=1)]).validate_python(tree)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"router.api_keys_file: {path} cannot be read: {reason}") from None

@@ -72,6 +72,7 @@ def test_without_keys_it_is_open_and_has_no_administrator() -> None:
         ("- {name: ann}", r"0\.key"),
         ("- {name: ann, key: long-enough, colour: red}", r"0\.colour"),
         ("name: ann", "the file"),
+        ("[]", "the file"),
         ("- {name: [", "is not YAML"),
         ("- {name: a, key: same-same}\n- {name: b, key: same-same}", "the same key"),
         ("- {name: a, key: one-one-1}\n- {name: a, key: two-two-2}", "the same name"),
