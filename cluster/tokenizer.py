@@ -58,8 +58,12 @@ class Tokenizer:
         self.special_texts = frozenset(
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
         )
-        self.chat_template = _read_template(folder, tokenizer_config)
+        templates = _read_templates(folder, tokenizer_config)
+        self.chat_template = templates.get("default", next(iter(templates.values()), None))
+        self.tool_template = templates.get("tool_use", self.chat_template)
+        """Template of conversations with tools, which some models have apart, such as Hermes."""
         self._template = _compile(self.chat_template)
+        self._tool_template = _compile(self.tool_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Special tokens spelled out in the text are recognized."""
@@ -87,14 +91,15 @@ class Tokenizer:
         Raises:
             UserError: the model has no template, or the template rejects the conversation.
         """
-        if self._template is None:
+        given: dict[str, Any] = {"tools": None, "documents": None} | self.special_tokens | dict(variables or {})
+        template = self._tool_template if given["tools"] else self._template
+        if template is None:
             raise UserError(
                 "this model has no chat template; use /v1/completions, or add chat_template.jinja to its folder"
             )
-        given: dict[str, Any] = {"tools": None, "documents": None} | self.special_tokens | dict(variables or {})
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(given)
+            return template.render(given)
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(f"the model's chat template rejects these messages: {error}") from error
 
@@ -190,16 +195,18 @@ def _strftime_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
 
-def _read_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+def _read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return chat templates by name; the only one of most models is the default one."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        paths = {"default": path} | {other.stem: other for other in others}
+        return {name: each.read_text(encoding="utf-8") for name, each in paths.items()}
     given = _read_json(folder / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
     if isinstance(given, list):
-        named = {entry["name"]: entry["template"] for entry in given}
-        given = named.get("default", next(iter(named.values()), None))
+        return {entry["name"]: entry["template"] for entry in given}
     assert given is None or isinstance(given, str)
-    return given
+    return {} if given is None else {"default": given}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -97,7 +97,7 @@ def read_model(config: DeployConfig, folder: Path) -> ServedModel:
         tokenizer=tokenizer,
         max_context=max_context,
         page_size=config.kv.page_size,
-        dialect=find_dialect(config.router.tool_parser, tokenizer.chat_template),
+        dialect=find_dialect(config.router.tool_parser, tokenizer.tool_template),
         sampling_defaults=defaults_of(generation),
         has_reasoning=has_reasoning(config.router.reasoning_parser, tokenizer.chat_template),
     )

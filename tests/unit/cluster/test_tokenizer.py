@@ -99,6 +99,24 @@ class TestTemplates:
         write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
         assert Tokenizer(tmp_path).apply_chat_template(MESSAGES) == "D"
 
+    @pytest.mark.parametrize("in_files", [False, True])
+    def test_conversations_with_tools_may_have_their_own(self, tmp_path: Path, in_files: bool) -> None:
+        write_model_folder(tmp_path)
+        templates = {"default": "D", "tool_use": "{{ tools | length }} tools", "rag": "{% broken"}
+        if in_files:
+            others = tmp_path / "additional_chat_templates"
+            others.mkdir()
+            for name, template in templates.items():
+                path = tmp_path / "chat_template.jinja" if name == "default" else others / f"{name}.jinja"
+                path.write_text(template)
+        else:
+            named = [{"name": name, "template": template} for name, template in templates.items()]
+            write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
+        tokenizer = Tokenizer(tmp_path)
+        for tools, rendered in ((None, "D"), ([], "D"), ([{}, {}], "2 tools")):
+            assert tokenizer.apply_chat_template(MESSAGES, variables={"tools": tools}) == rendered
+        assert tokenizer.tool_template == templates["tool_use"]
+
     def test_helpers(self, tmp_path: Path) -> None:
         template = (
             "{{ messages[0] | tojson }}{{ strftime_now('%Y') | length }}{% if tools is none %}{{ extra }}{% endif %}"
