@@ -41,8 +41,8 @@ class ReasoningSplitter:
     """Splits a text into reasoning and answer, and strips the white space around the reasoning."""
 
     def __init__(self, thinking: Thinking) -> None:
-        self._start: str | None = "" if thinking is Thinking.OPTIONAL else None
-        """Text that may begin the opening marker; None once this is decided."""
+        self._start: str | None = None if thinking is Thinking.NONE else ""
+        """Text that may begin the opening marker, which some models repeat; None once this is decided."""
         self._thinks = thinking is Thinking.BEGUN
         self._scanner = MarkerScanner(CLOSING)
         self._reasoning = Trimmer()
@@ -64,7 +64,7 @@ class ReasoningSplitter:
 
     def flush(self) -> tuple[str, str]:
         if self._thinks:
-            reasoning = self._reasoning.push(self._scanner.flush())
+            reasoning = self._reasoning.push((self._start or "") + self._scanner.flush())
             return reasoning + self._reasoning.flush(), ""
         return "", self._answer.push(self._start or "") + self._answer.flush()
 
@@ -76,7 +76,8 @@ class ReasoningSplitter:
             return None, stripped.removeprefix(OPENING)
         if OPENING.startswith(stripped):
             return start, ""
-        self._answer = Trimmer(keeps_start=True)
+        if not self._thinks:
+            self._answer = Trimmer(keeps_start=True)
         return None, start
 
 

@@ -112,6 +112,9 @@ def test_llama3(text: str, content: str, calls: list[tuple[str, str]]) -> None:
         (Thinking.OPTIONAL, "<thi", "", "<thi"),
         (Thinking.BEGUN, "\nso\n</think>\n\nyes", "so", "yes"),
         (Thinking.BEGUN, "so on ", "so on ", ""),
+        (Thinking.BEGUN, "<think>\nso\n</think>\n\nyes", "so", "yes"),
+        (Thinking.BEGUN, "<thi", "<thi", ""),
+        (Thinking.BEGUN, "</think>yes", "", "yes"),
         (Thinking.NONE, "<think>a</think>b", "", "<think>a</think>b"),
     ],
 )
