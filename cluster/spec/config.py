@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.spec.config_node import MemoryGib, Node, Origin, PositiveInt, PositiveSeconds, Text
+from cluster.spec.config_node import ChunkTokens, MemoryGib, Node, Origin, PositiveInt, PositiveSeconds, Text
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Role
 from cluster.spec.linear_shards import LinearShards
@@ -35,8 +35,6 @@ CPU_POOL_GIB = 1.0
 """Default memory of a CPU worker's page pool, enough for the demo model on a laptop."""
 MOST_REPLICAS = 4096
 """Maximum number of replicas of a role."""
-ChunkTokens = Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
-"""Number of tokens in a step: no prompt has more, and larger steps would fit in no memory."""
 
 
 class Device(StrEnum):
