@@ -230,6 +230,22 @@ def test_the_memory_of_a_lost_decode_replica_is_released_once(
     assert backend.forgotten == [target.endpoint.session] * is_let_go
 
 
+def test_the_memory_of_every_dp_rank_of_a_lost_decode_replica_is_released(decode: Inbox, leader: Inbox) -> None:
+    """A request's destination is one DP rank, so one request does not name the memory of all of them."""
+    backend, mine, source, target, new = case_of(decode)
+    other = new_request_to(decode, backend.allocate(mine.layout.pool_bytes))
+    assert new.destination is not None
+    assert other.destination is not None
+    with closing(sender_of(mine, leader, source, backend)) as sender:
+        for request in (new, other):
+            sender.before_step(plan_of(request, PAGES))
+            sender.after_step(plan_of(request, PAGES), {ROOM: known_of(request, [PAGES])})
+            messages(decode, 1)
+            assert_reported(leader, SendState.SENT)
+        sender.forget(ForgetPeer(replica=new.destination.decode.replica, incarnation=Incarnation(1)))
+    assert backend.forgotten == [target.endpoint.session, other.destination.ranks[0].endpoint.session]
+
+
 def test_ranks_of_a_ring_send_the_pages_they_hold(decode: Inbox, leader: Inbox) -> None:
     """Page 0 belongs to rank 1. A page id divided by 2 gives the local page, and its remainder the rank."""
     backend = Loopback()

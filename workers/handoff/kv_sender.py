@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from cluster.channel import Post, send_or_log
 from cluster.spec.clock import Interval
 from cluster.spec.config import TransferConfig
-from cluster.spec.ids import Peer, ReplicaId, Role, Room
+from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role, Room
 from cluster.spec.kv import pages_for
-from cluster.spec.registry import RankRecord, Verify
+from cluster.spec.registry import Endpoint, RankRecord, Verify
 from cluster.spec.step_messages import CancelSend, Destination, ForgetPeer, NewRequest, SendReport, StepPlan
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.page_assignment import (
@@ -102,8 +102,8 @@ class KvSender:
         self._early_ends = early_ends(record.layout, least_span_bytes) if record.role is Role.PREFILL else []
         self._failed: set[Room] = set()
         """Rooms of failed transfers. A room is kept until no step computes its request any more."""
-        self._newest_starts: dict[ReplicaId, Destination] = {}
-        """Latest incarnation of each decode replica that received KV."""
+        self._mapped: dict[ReplicaId, dict[Endpoint, Incarnation]] = {}
+        """Memory of each decode replica that transfers may have mapped, with the incarnations that own it."""
         self._outbox = outbox
         self._writer = start_writer(self._on_outcome)
 
@@ -165,7 +165,7 @@ class KvSender:
         record, mode, destination = self._record, self._config.mode, request.destination
         assert destination is not None
         if request.room not in self._transfers:
-            self._forget_older(destination)
+            self._note_mapped(destination)
             ranks = receivers(mode, record.coords, record.sizes, destination.ranks)
             owned = owned_pages(
                 mode,
@@ -295,20 +295,23 @@ class KvSender:
     def forget(self, message: ForgetPeer) -> None:
         """Unmap the memory of a dead decode replica. An open mapping would keep the memory allocated."""
         with self._lock:
-            known = self._newest_starts.get(message.replica)
-            if known is not None and known.decode.incarnation <= message.incarnation:
-                self._forget(self._newest_starts.pop(message.replica))
+            self._forget(message.replica, message.incarnation)
 
-    def _forget_older(self, destination: Destination) -> None:
-        """Unmap the memory of earlier incarnations of a decode replica."""
-        known = self._newest_starts.setdefault(destination.decode.replica, destination)
-        if known.decode.incarnation < destination.decode.incarnation:
-            self._forget(known)
-            self._newest_starts[destination.decode.replica] = destination
+    def _note_mapped(self, destination: Destination) -> None:
+        """Remember the memory of a destination, which is one DP rank's, and unmap that of earlier incarnations."""
+        decode = destination.decode
+        self._forget(decode.replica, Incarnation(decode.incarnation - 1))
+        known = self._mapped.setdefault(decode.replica, {})
+        known.update((record.endpoint, decode.incarnation) for record in destination.ranks)
 
-    def _forget(self, destination: Destination) -> None:
-        for record in destination.ranks:
-            self._writer.forget(record.endpoint)
+    def _forget(self, replica: ReplicaId, newest: Incarnation) -> None:
+        """Unmap the memory of a decode replica's incarnations up to ``newest``."""
+        known = self._mapped.pop(replica, {})
+        for endpoint, incarnation in known.items():
+            if incarnation <= newest:
+                self._writer.forget(endpoint)
+        if left := {endpoint: owner for endpoint, owner in known.items() if owner > newest}:
+            self._mapped[replica] = left
 
     def close(self) -> None:
         """Stop the writer and discard its queue."""
