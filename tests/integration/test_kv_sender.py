@@ -215,6 +215,26 @@ def test_a_transfer_that_fails_after_its_last_chunk_leaves_no_state(decode: Inbo
     assert (sender.num_open, sender._failed) == (0, set())
 
 
+def test_a_transfer_that_fails_after_its_cancellation_leaves_no_state(decode: Inbox, leader: Inbox) -> None:
+    """The room is released while the write hangs, and is not released again."""
+    backend, mine, source, target, new = case_of(decode)
+    last = plan_of(new, PAGES)
+    first = replace(
+        last, scheduled=[replace(last.scheduled[0], first_position=0, token_ids=[1] * 3 * PAGE_SIZE, samples=False)]
+    )
+    with closing(sender_of(mine, leader, source, backend)) as sender:
+        backend.failing.add(target.endpoint.session)
+        backend.gate.clear()
+        sender.before_step(first)
+        sender.after_step(first, {ROOM: known_of(new, [PAGES])})
+        assert backend.is_writing.wait(60)
+        sender.cancel(CancelSend(room=ROOM))
+        sender.after_step(replace(last, new_requests=[], scheduled=[], releases=[ROOM]), {})
+        backend.gate.set()
+        assert_reported(leader, SendState.FAILED)
+    assert (sender.num_open, sender._failed) == (0, set())
+
+
 @pytest.mark.parametrize(("gone", "is_let_go"), [(0, False), (1, True), (2, True)])
 def test_the_memory_of_a_lost_decode_replica_is_released_once(
     decode: Inbox, leader: Inbox, gone: int, *, is_let_go: bool

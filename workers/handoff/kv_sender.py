@@ -259,6 +259,9 @@ class KvSender:
                     interval = Interval(KV_SENDER, "write", outcome.start_s, outcome.end_s, facts)
                     self._recorder.add(outcome.room, interval)
                 case WriteFailed():
+                    # After a cancellation, no step computes the request, and its release may have passed.
+                    if session.state is SendState.SENDING and not session.saw_last_chunk:
+                        self._failed.add(session.room)
                     session.failed(outcome.reason)
                 case Cancelled():
                     session.drained()
@@ -272,8 +275,6 @@ class KvSender:
         if not session.is_over:
             return
         del self._transfers[session.room]
-        if session.state is SendState.FAILED and not session.saw_last_chunk:
-            self._failed.add(session.room)
         if done := session.done():
             send_or_log(self._outbox, session.destination.decode.address, done)
         send_or_log(self._outbox, self._prefill.address, session.report())
