@@ -79,7 +79,7 @@ class DecodeLeader(DpLeader):
                 self.on_other(message)
 
     def tick(self, now_s: float) -> None:
-        self._now_s = now_s
+        self._now_s = self._ticked_s = now_s
         for request in list(self._requests.values()):
             if request.session is not None and request.state is not DecodeState.RUNNING:
                 self._follow_session(request, request.session, request.session.tick(self._heard_s()))

@@ -58,6 +58,8 @@ class DpLeader(ABC):
         self.recorder = recorder or Recorder()
         self._now_s = 0.0
         """Time of the current event."""
+        self._ticked_s = 0.0
+        """Time of the latest tick, which has handled all earlier deadlines."""
         self._attentive_clock = AttentiveClock(LAG_S)
         self._inquire_at_s = 0.0
         self.num_taken = 0
@@ -127,7 +129,7 @@ class DpLeader(ABC):
 
     def next_deadline_s(self) -> float | None:
         """Return the earliest time at which a request stops waiting for storage. None if no request waits."""
-        return self.tiers.prefetcher.next_deadline_s() if self.tiers else None
+        return self.tiers.prefetcher.next_deadline_s(self._ticked_s) if self.tiers else None
 
     def report_cache(self) -> None:
         """Report cache changes to routers, and send copy jobs to ranks."""

@@ -64,7 +64,7 @@ class PrefillLeader(DpLeader):
                 self.on_other(message)
 
     def tick(self, now_s: float) -> None:
-        self._now_s = now_s
+        self._now_s = self._ticked_s = now_s
         for request in list(self._requests.values()):
             if request.state is PrefillState.STOPPING:
                 self._end_if_settled(request)

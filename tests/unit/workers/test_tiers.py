@@ -57,9 +57,10 @@ def test_a_request_waits_for_storage_as_long_as_the_policy_says(policy: Prefetch
     world.submit([0] * 8)
     waited_s = 0.0
     while world.tiers.prefetcher.is_waiting(Room(2), waited_s):
-        deadline_s = world.tiers.prefetcher.next_deadline_s()
+        deadline_s = world.tiers.prefetcher.next_deadline_s(waited_s)
         assert deadline_s is not None
         waited_s = deadline_s
+    assert world.tiers.prefetcher.next_deadline_s(waited_s) is None, "the loop of the leader would not sleep"
     expected = {PrefetchPolicy.BEST_EFFORT: 0.0, PrefetchPolicy.TIMEOUT: 1.0 + 0.25 * 8 / 1000}
     assert waited_s - world.now_s == pytest.approx(expected.get(policy, LONGEST_S))
 
@@ -67,7 +68,7 @@ def test_a_request_waits_for_storage_as_long_as_the_policy_says(policy: Prefetch
 def test_failing_or_slow_storage_is_paused() -> None:
     world = world_of(prefetch=PrefetchPolicy.TIMEOUT, backend="files")
     for number in range(3):
-        assert not world.tiers.prefetcher.next_deadline_s()
+        assert not world.tiers.prefetcher.next_deadline_s(world.now_s)
         world.submit([number + 1] * 8)
         assert world.tiers.prefetcher.is_waiting(Room(number + 1), world.now_s)
         world.now_s += 2.0

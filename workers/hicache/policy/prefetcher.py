@@ -98,8 +98,10 @@ class Prefetcher:
         prefetch = self._prefetches.get(room)
         return prefetch is not None and now_s < prefetch.deadline_s and self._is_open(prefetch)
 
-    def next_deadline_s(self) -> float | None:
-        return min((each.deadline_s for each in self._prefetches.values() if self._is_open(each)), default=None)
+    def next_deadline_s(self, now_s: float) -> float | None:
+        """Return the earliest time at which a request stops waiting. None if no request waits."""
+        waiting = (each for each in self._prefetches.values() if now_s < each.deadline_s and self._is_open(each))
+        return min((each.deadline_s for each in waiting), default=None)
 
     def forget(self, room: Room, now_s: float) -> None:
         """Record that a request is starting or was dropped. Open reads continue."""
