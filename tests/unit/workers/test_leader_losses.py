@@ -185,6 +185,20 @@ def test_pages_that_are_proven_free_in_time_let_the_replica_take_requests_again(
     assert decode.load().stopping_pages == 0
 
 
+def test_pages_that_are_proven_free_while_another_dp_rank_works_do_not_end_the_replica() -> None:
+    pair = LeaderPair(num_pages=10)
+    decode = pair.decode
+    first, second = (pair.submit([1] * 3 * PAGE_SIZE) for _ in range(2))
+    pair.deliver(Role.DECODE, first)
+    decode.on_message(Cancel(room=first.room, incarnation=Incarnation(1)), 0.0)
+    decode.tick(60.5)
+    assert decode.must_end
+    pair.deliver(Role.DECODE, drained(pair, first.room)[1], now_s=61.0)
+    assert decode.must_end == ""
+    pair.deliver(Role.DECODE, second, now_s=62.0)
+    assert (decode.is_idle(), decode.must_end) == (False, "")
+
+
 def test_a_ticket_without_a_request_reports_the_missing_message_and_the_wait() -> None:
     pair = LeaderPair(num_pages=10)
     prefill = pair.prefill
