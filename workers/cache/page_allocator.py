@@ -131,8 +131,8 @@ class PageAllocator:
     def put_into_cache(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes], num_shared: int = 0) -> int:
         """Cache the leading complete pages of a running sequence. Return how many of its pages are now cached.
 
-        Caching stops before the first page that has another copy in the cache, because a holder of a page must hold all
-        its ancestors. ``num_shared`` is the previous call's result.
+        In the first lifetime, caching stops before the first page that has another copy in the cache, because a holder
+        of a page must hold all its ancestors. ``num_shared`` is the previous call's result.
         """
         self.num_gains += 1
         if self._tree is None:
@@ -141,7 +141,7 @@ class PageAllocator:
         num_own = self._tree.num_own(keys, whole, num_shared)
         num_insertable = self._num_insertable(whole[:num_own], num_shared)
         self._forget_held(self._tree.insert(keys[:num_insertable], whole[:num_insertable], num_shared))
-        self._cache_others(self._tree, pages, keys[:num_insertable], num_shared)
+        self._cache_others(self._tree, pages, keys, num_shared)
         return num_insertable
 
     def free(self, pages: Sequence[int]) -> None:
@@ -167,7 +167,7 @@ class PageAllocator:
         num_insertable = self._num_insertable(whole[: len(keys)])
         path = self._tree.insert(keys[:num_insertable], whole[:num_insertable])
         self._forget_held(path)
-        self._cache_others(self._tree, pages, keys[:num_insertable])
+        self._cache_others(self._tree, pages, keys)
         kept = set(path)
         self.free([page for page in live_pages(pages) if page not in kept])
         self._tree.release(path)
@@ -208,10 +208,15 @@ class PageAllocator:
     def _cache_others(
         self, tree: PrefixTree, pages: Sequence[Sequence[int]], keys: Sequence[bytes], first: int = 0
     ) -> None:
-        """Cache the pages of later lifetimes, except pages that have another copy in the cache."""
+        """Cache the pages of later lifetimes, except pages that have another copy in the cache.
+
+        They need no ancestors. A prefix that is cached without them cannot be used until it is computed again.
+        """
         index = first_owner(keys[0]) if keys else 0
         for lifetime, ids in list(enumerate(pages))[1:]:
-            for at in range(first, len(keys)):
+            end = min(len(keys), len(ids))
+            start = next((at + 1 for at in reversed(range(first, end)) if ids[at] == NO_PAGE), first)
+            for at in range(start, end):
                 key, is_own = lifetime_key(keys[at], lifetime), self._held[ids[at]] == 1
                 if is_own and tree.insert_alone(key, ids[at], index + at, at):
                     self._forget_held([ids[at]])

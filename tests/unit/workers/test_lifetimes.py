@@ -71,6 +71,22 @@ def test_without_a_page_of_the_window_a_prefix_ends_before_it() -> None:
     assert live_pages(pages)
 
 
+def test_a_prefix_without_its_window_is_whole_again_once_it_has_been_computed_again() -> None:
+    """The second request keeps copies of the first lifetime's pages. Only those of the window are missing."""
+    allocator = allocator_of(24)
+    first = computed(allocator, 6)
+    evicted = allocator.allocate([(allocator.num_free, 0)])
+    allocator.free(live_pages(evicted))
+    assert [allocator.count_cached(KEYS[:length]) for length in range(7)] == [0, 0, 0, 0, 0, 0, 6]
+    second = allocator.allocate([(3, 0)] * 2)
+    assert allocator.put_into_cache(second, KEYS[:3]) == 0
+    allocator.check_integrity(live_pages(first) + live_pages(second))
+    assert allocator.count_cached(KEYS[:3]) == 3
+    for pages in (second, first):
+        allocator.keep(pages, KEYS[: len(pages[0])])
+    allocator.check_integrity([])
+
+
 @given(st.integers(1, 8), st.integers(1, 30))
 def test_cached_pages_can_be_found_and_none_is_lost(num_pages: int, window: int) -> None:
     allocator = allocator_of(2 * num_pages, window)
