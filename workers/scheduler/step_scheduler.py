@@ -149,7 +149,9 @@ class StepScheduler:
             if sequence is None or not 0 < sequence.kv.announced_step <= plan.step:
                 continue
             kv = sequence.kv
-            kv.num_computed_tokens += len(scheduled.token_ids)
+            # The caller ends a sequence whose logits are not finite. The KV behind them must not be cached.
+            if not (scheduled.samples and sampled[scheduled.room].is_corrupted):
+                kv.num_computed_tokens += len(scheduled.token_ids)
             if scheduled.samples:
                 self.holders.note_sampled(sequence)
             if kv.num_computed_tokens // self.page_size > scheduled.first_position // self.page_size:

@@ -13,6 +13,7 @@ from cluster.spec.step_messages import StepPlan
 from tests.fakes.sequences import sequence_of
 from workers.cache.lifetimes import live_pages
 from workers.cache.page_allocator import PageAllocator
+from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.strategy_chooser import undivided
 from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.step_scheduler import StepLimits, StepScheduler
@@ -253,6 +254,21 @@ def test_a_removed_sequence_hands_its_pages_to_the_caller() -> None:
     allocator.check_integrity(pages)
     assert steps.commit(plan, {Room(0): Sampled(token_id=1)}) == []
     assert not steps.has_work()
+
+
+@pytest.mark.parametrize("is_corrupted", [False, True])
+def test_kv_that_leads_to_corrupted_logits_is_not_cached(*, is_corrupted: bool) -> None:
+    """The cached page is from an earlier step, whose logits were finite."""
+    allocator = PageAllocator(8, PrefixTree())
+    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8), undivided)
+    for room, prompt in enumerate([[1] * PAGE_SIZE, [1] * 3 * PAGE_SIZE]):
+        steps.add(sequence(room, prompt, 4))
+        plan = steps.next_plan()
+        assert plan is not None
+        (sampled,) = steps.commit(plan, {Room(room): Sampled(token_id=0, is_corrupted=bool(room) and is_corrupted)})
+        steps.holders.retire(sampled.room)
+    assert allocator.num_cached == (1 if is_corrupted else 3)
+    allocator.check_integrity([])
 
 
 def test_a_step_continues_from_pending_tokens_unless_sampling_needs_them() -> None:
