@@ -48,6 +48,16 @@ def test_selective_writing_waits_for_the_second_request_that_finds_a_page() -> N
     assert kept == [0, 0, 4]
 
 
+def test_a_page_that_is_computed_again_while_it_is_saved_is_saved_again() -> None:
+    world = world_of()
+    world.start([0] * 8)
+    world.finish(0)
+    world.allocator.flush()
+    world.start([0] * 8)
+    world.drain()
+    assert (world.num_in_host([0] * 8), world.tiers.state().num_lost) == (4, 0)
+
+
 @pytest.mark.parametrize("policy", PrefetchPolicy)
 def test_a_request_waits_for_storage_as_long_as_the_policy_says(policy: PrefetchPolicy) -> None:
     world = world_of(prefetch=policy, backend="files")

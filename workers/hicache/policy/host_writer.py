@@ -169,8 +169,11 @@ class HostWriter:
             if is_done and self._tree.stay(page.key) is stay:
                 self._host.fill(page.key)
                 self._saved.append(page.key)
+                continue
+            self._host.free(page.key)
+            if is_done and self._tree.page_of(page.key) is not None:
+                self._waiting.append(page.key)  # evicted and computed again, while the first save was under way
             else:
-                self._host.free(page.key)
                 self.num_lost += 1
         self._renew_prefixes(pages)
 
