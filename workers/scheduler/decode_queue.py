@@ -63,6 +63,11 @@ class DecodeQueue:
     def __len__(self) -> int:
         return len(self._queue) + len(self._fetching) + sum(map(len, self._choices.values()))
 
+    @property
+    def awaits_storage(self) -> bool:
+        """Return whether a request waits for its pages from storage, and not yet for free pages."""
+        return bool(self._fetching)
+
     def add(self, request: DecodeRequest, now_s: float) -> None:
         if self._tiers and request.submit.prefill is None and (keys := self._keys(request)):
             self._tiers.expect(request.room, keys, now_s)

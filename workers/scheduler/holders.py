@@ -241,6 +241,11 @@ class PageHolders:
             self._allocator.free(pages[start:end])
             pages[start:end] = [NO_PAGE] * (end - start)
 
+    @property
+    def awaits_loads(self) -> bool:
+        """Return whether pages of removed sequences become free once they are loaded."""
+        return bool(self._leaving)
+
     def take_layerwise_load(self) -> TierJob | None:
         """Return the job that loads cached pages from host memory layer by layer during the next step, if any."""
         return self._tiers.jobs.take_layerwise() if self._tiers else None

@@ -5,15 +5,23 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
+from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import ROUTER, Incarnation, Role, Room
 from cluster.spec.kv import page_keys
 from cluster.spec.messages import Cancel, Failure, Message
 from cluster.spec.step_messages import ForgetPeer
 from cluster.spec.transfer_messages import Accepted, Drained, Refused, Ticket
 from tests.fakes.leader_pair import PROMPT, LeaderPair
-from tests.fakes.paged_ranks import PAGE_SIZE
+from tests.fakes.paged_ranks import PAGE_SIZE, record
 from tests.fakes.pages import allocate
+from workers.cache.page_allocator import PageAllocator
+from workers.cache.prefix_tree import PrefixTree
+from workers.context_parallel.strategy_chooser import undivided
+from workers.hicache.tiers import Tiers
+from workers.scheduler.decode import DecodeLeader
+from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
 
 def tickets_of(pair: LeaderPair, *messages: Message) -> list[Room]:
@@ -197,6 +205,25 @@ def test_pages_that_are_proven_free_while_another_dp_rank_works_do_not_end_the_r
     assert decode.must_end == ""
     pair.deliver(Role.DECODE, second, now_s=62.0)
     assert (decode.is_idle(), decode.must_end) == (False, "")
+
+
+def test_a_request_that_waits_for_storage_does_not_end_a_replica_with_pages_in_quarantine() -> None:
+    pair, tree = LeaderPair(), PrefixTree()
+    config = HicacheConfig.model_validate({"storage": {"backend": "files", "prefetch": "timeout"}})
+    tiers = Tiers(config, tree, 16, [record(Role.DECODE, 0, 1, 40)])
+    tiers.prefetcher.min_tokens = 1
+    limits = StepLimits(PAGE_SIZE, 16, 4)
+    steps = StepScheduler(PageAllocator(40, tree), limits, undivided, tiers=tiers)
+    pair.leaders[Role.DECODE] = decode = DecodeLeader(pair._decode_settings(), steps)
+    received, own = pair.submit([1] * PAGE_SIZE), replace(pair.submit(PROMPT), prefill=None)
+    pair.deliver(Role.DECODE, received)
+    pair.deliver(Role.DECODE, Cancel(room=received.room, incarnation=Incarnation(1)))
+    pair.deliver(Role.DECODE, own, now_s=100.0)
+    load = decode.load()
+    assert (load.quarantined_pages, load.num_waiting, load.free_pages) == (1, 1, 39)
+    assert decode.must_end == ""
+    pair.deliver(Role.DECODE, now_s=110.0)
+    assert decode.next_plan() is not None
 
 
 def test_a_ticket_without_a_request_reports_the_missing_message_and_the_wait() -> None:
