@@ -348,8 +348,9 @@ class DecodeLeader(DpLeader):
         requests, num_pages, limit = self._quarantined(), self._allocator.num_pages, self._settings.quarantine_limit
         self._is_quarantined = count_pages(requests) > limit * num_pages
         others = [request for request in self._requests.values() if request not in requests]
-        goes_on = self._queue.awaits_storage or self._scheduler.holders.awaits_loads
-        is_stuck = requests and not goes_on and all_wait(others, self._scheduler) and (self._is_quarantined or others)
+        steps = self._scheduler
+        goes_on = self._queue.awaits_storage or steps.holders.awaits_loads or steps.num_under_way > 0
+        is_stuck = requests and not goes_on and all_wait(others, steps) and (self._is_quarantined or others)
         # While another DP rank has work, the replica goes on, and the pages may still be proven free.
         self.must_end = describe(requests, num_pages, limit) if is_stuck else ""
 

@@ -11,6 +11,8 @@ from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import ROUTER, Incarnation, Role, Room
 from cluster.spec.kv import page_keys
 from cluster.spec.messages import Cancel, Failure, Message
+from cluster.spec.phases import ComputedStep
+from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import ForgetPeer
 from cluster.spec.transfer_messages import Accepted, Drained, Refused, Ticket
 from tests.fakes.leader_pair import PROMPT, LeaderPair
@@ -223,6 +225,23 @@ def test_a_request_that_waits_for_storage_does_not_end_a_replica_with_pages_in_q
     assert (load.quarantined_pages, load.num_waiting, load.free_pages) == (1, 1, 39)
     assert decode.must_end == ""
     pair.deliver(Role.DECODE, now_s=110.0)
+    assert decode.next_plan() is not None
+
+
+def test_a_request_that_waits_for_a_step_does_not_end_a_replica_with_pages_in_quarantine() -> None:
+    """No more steps can start until the step of a cancelled request has ended."""
+    pair = LeaderPair()
+    decode = pair.decode
+    received, first, second = pair.submit([1] * PAGE_SIZE), pair.submit(PROMPT), pair.submit(PROMPT)
+    pair.deliver(Role.DECODE, received, replace(first, prefill=None))
+    plan = decode.next_plan()
+    assert plan is not None
+    pair.deliver(Role.DECODE, Cancel(room=received.room, incarnation=Incarnation(1)))
+    cancel = Cancel(room=first.room, incarnation=Incarnation(1))
+    pair.deliver(Role.DECODE, replace(second, prefill=None), cancel, now_s=100.0)
+    assert decode.load().quarantined_pages == 1
+    assert decode.must_end == ""
+    decode.commit(plan, {first.room: Sampled(token_id=1)}, ComputedStep(0.0, 100.0, 0.0))
     assert decode.next_plan() is not None
 
 
