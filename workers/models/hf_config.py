@@ -266,6 +266,9 @@ def uses_windows(hf: HfConfig) -> bool:
 
 
 def _refuse_unsupported(hf: HfConfig) -> None:
+    if not hf.flag("is_causal", True):
+        # transformers lets tokens of such a decoder, mostly one for embeddings, see later ones.
+        raise UnsupportedModelError(f"is_causal is {hf.get('is_causal')!r}; allowed: True")
     activation = hf.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"hidden_act is {activation!r}; allowed: 'silu'")

@@ -223,6 +223,8 @@ def raw_config() -> dict[str, Any]:
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers is 1000000000", "at most 4096"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["quant_method is 'awq'", "allowed: 'fp8'"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
+        ({"is_causal": False}, ["is_causal is False", "allowed: True"]),
+        ({"is_causal": None}, ["is_causal is None", "allowed: True"]),
         ({"layer_types": ["full_attention", "linear_attention"]}, ["linear_attention", "sliding_attention"]),
         ({"layer_types": ["full_attention"]}, ["layer_types has 1 entries", "allowed: 2, one for each layer"]),
         ({"use_sliding_window": True, "sliding_window": "8"}, ["sliding_window", "'8'"]),
