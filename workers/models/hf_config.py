@@ -129,7 +129,8 @@ def read_rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> Ro
 
     Raises UnsupportedModelError for an unknown type, a partial rotation, settings by layer type, or a missing key.
     """
-    given = {key: value for key, value in _given_settings(raw).items() if value is not None}
+    settings = _given_settings(raw)
+    given = {key: value for key, value in settings.items() if value is not None}
     rope_type = _checked_type(given)
     original_key = "original_max_position_embeddings"
     outer = {key: raw[key] for key in (original_key, "rope_theta") if raw.get(key)}
@@ -150,7 +151,8 @@ def read_rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> Ro
         beta_slow=nonzero.number("beta_slow", 1.0, above=0),
         mscale=nonzero.number("mscale", 0.0, above=0) or None,
         mscale_all_dim=nonzero.number("mscale_all_dim", 0.0, above=0) or None,
-        truncate=bool(given.get("truncate", True)),
+        # Unlike other keys, null does not count as missing.
+        truncate=bool(settings.get("truncate", True)),
     )
 
 

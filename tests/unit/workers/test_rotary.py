@@ -46,6 +46,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "mscale_all_dim": 0.5,
         "truncate": False,
     },
+    "yarn-null-truncate": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 512,
+        "truncate": None,
+    },
 }
 
 
