@@ -154,12 +154,13 @@ class Experts(ShardedLayer):
     def _computed_together(self, hidden: Tensor, tokens: Tensor, counts: list[int]) -> Tensor | None:
         """Return the outputs of all experts, each for the next ``counts`` of the ``tokens``, from native code.
 
-        None if that would take much memory, as for many rows, or if native code does not multiply as many.
+        None if that would take much memory, as for many rows, or if native code does not multiply as many, or does not
+        know the layout of a matrix, as with an odd number of inputs.
         """
         if not isinstance(self.gate_up, list) or not isinstance(self.down, list):
             return None
         native, most = self.gate_up[0].native, max(counts)
-        if native is None or most > min(native.most_rows, _MOST_TOGETHER):
+        if native is None or self.down[0].native is None or most > min(native.most_rows, _MOST_TOGETHER):
             return None
         rows = hidden.index_select(0, tokens)
         inner = gated(multiply_groups(native.library, rows, self.gate_up, counts))
