@@ -53,13 +53,26 @@ class BenchShape:
         return 2 * self.kv_heads * self.head_dim
 
     def prefill_flops(self, prompt_len: int) -> float:
-        """Return the FLOPs of a prefill: two per weight and token, four per head dimension and visible token pair."""
+        """Return the FLOPs of a prefill: two per layer weight and token, four per head dimension and visible pair.
+
+        The output layer computes only the last token.
+        """
         pairs = Run(0, 0, prompt_len, 1).num_pairs
-        return 2.0 * self.num_weights * prompt_len + 4.0 * self.layers * self.heads * self.head_dim * pairs
+        products = self._layer_weights * prompt_len + self._output_weights
+        return 2.0 * products + 4.0 * self.layers * self.heads * self.head_dim * pairs
 
     def decode_bytes(self, num_keys: float, itemsize: int) -> float:
-        """Return the bytes that a decode step reads: all weights, and the KV of ``num_keys`` tokens."""
-        return itemsize * (self.num_weights + self.layers * self.kv_row_len * num_keys)
+        """Return the bytes that a decode step reads: weights of layers and output, and KV of ``num_keys`` tokens."""
+        return itemsize * (self._layer_weights + self._output_weights + self.layers * self.kv_row_len * num_keys)
+
+    @property
+    def _output_weights(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def _layer_weights(self) -> int:
+        """Return the number of weights without output and embedding. Only single rows of the embedding are read."""
+        return self.num_weights - self._output_weights * (1 if self.tied else 2)
 
 
 SHAPES: Mapping[str, BenchShape] = {

@@ -35,9 +35,13 @@ def test_floors_of_a_known_model() -> None:
     """Llama 3 8B at 790 TFLOP/s and 4.3 TB/s."""
     shape = SHAPES["Llama-3-8B"]
     assert shape.num_weights == pytest.approx(8_030_261_248, rel=1e-4)
-    assert shape.prefill_flops(8192) == pytest.approx(1.49e14, rel=0.005)
-    assert shape.decode_bytes(0, 2) / 4.3e12 == pytest.approx(3.73e-3, rel=0.005)
-    assert shape.decode_bytes(8192, 2) / 4.3e12 == pytest.approx(3.73e-3 + 0.25e-3, rel=0.005)
+    embedding = 128_256 * 4096
+    layers = shape.num_weights - 2 * embedding
+    assert shape.prefill_flops(8192) == pytest.approx(2 * (8192 * layers + embedding) + 1.76e13, rel=0.005)
+    assert shape.decode_bytes(0, 2) == 2 * (layers + embedding)
+    assert shape.decode_bytes(8192, 2) / 4.3e12 == pytest.approx(3.49e-3 + 0.25e-3, rel=0.005)
+    tied = SHAPES["Qwen3-0.6B"]
+    assert tied.decode_bytes(0, 2) == 2 * tied.num_weights
 
 
 def test_times_begin_and_end_with_tokens() -> None:
@@ -51,8 +55,10 @@ def test_both_engines_say_the_same(bench: EngineBench, monkeypatch: pytest.Monke
     result = bench.measure(130, 6, 1)
     assert (result.model, result.prompt_len, result.output_len) == ("tiny", 130, 6)
     assert result.num_same_tokens == 6
-    ttft_floor_ms = (2 * WEIGHTS * 130 + 4 * 2 * 64 * 130 * 131 / 2) / 1e6 * 1e3
-    tpot_floor_ms = (4 * WEIGHTS + 2 * 2 * 32 * 4 * 133) / 1e3 * 1e3
+    embedding = 256 * 64
+    layers = WEIGHTS - 2 * embedding
+    ttft_floor_ms = (2 * (130 * layers + embedding) + 4 * 2 * 64 * 130 * 131 / 2) / 1e6 * 1e3
+    tpot_floor_ms = (4 * (layers + embedding) + 2 * 2 * 32 * 4 * 133) / 1e3 * 1e3
     assert result.ttft_ratio == pytest.approx(result.ttft_ms / ttft_floor_ms)
     assert result.tpot_ratio == pytest.approx(result.tpot_ms / tpot_floor_ms)
     assert min(result.transformers_ttft_ms or 0, result.transformers_tpot_ms or 0) > 0
