@@ -4,8 +4,8 @@
 
 The router, the replicas, the clients and the app each have one process. The replicas compute nothing. Prints one JSON
 object per prompt length: throughput and CPU time per request and per streamed token at full load, and the latency added
-at half load to that of a server without work. On a shared machine compare CPU times: the router's capacity is 1 s / CPU
-time.
+at half load to that of a server without work. On a shared machine compare CPU times, which include those of ZeroMQ's
+threads on other cores.
 """
 
 import argparse

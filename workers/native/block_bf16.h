@@ -1,5 +1,5 @@
-// Processing one block of keys and values on a CPU with AVX512-BF16. Many rows share packed keys and values; few rows
-// read them in place.
+// Processing one block of keys and values on a CPU with AVX512-BF16 or AMX. Many rows share packed keys and values; few
+// rows read them in place.
 
 #pragma once
 
