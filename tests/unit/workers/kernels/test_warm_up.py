@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.spec.kv import pages_for
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_params import params_for
@@ -136,6 +138,23 @@ def test_kernels_for_rows_of_ranks_are_warmed_up(kv_heads: int, monkeypatch: pyt
     assert seen == warm
 
 
+def compute_any_steps(
+    one: ModelRunner, cp: int, ownership: KvOwnership, counts: Sequence[int], prefix_lens: Sequence[int]
+) -> None:
+    """Compute steps of several requests with every strategy and way of passing.
+
+    Some requests have no tokens on some ranks, and some have no prefix.
+    """
+    rng, pages = random.Random(0), range(pages_for(max(counts) + max(prefix_lens), one._pool.page_size))
+    passings = [None] if ownership is KvOwnership.REPLICATED else list(Passing)
+    for strategy, passing in product(Strategy, passings):
+        for _ in range(4):
+            lens = [(rng.choice(counts), rng.choice(prefix_lens)) for _ in range(rng.randrange(1, 4))]
+            requests = [Request([1] * count, prefix_len, pages) for count, prefix_len in lens]
+            with torch.inference_mode():
+                one._compute(step_of(requests, strategy, cp, passing))
+
+
 @pytest.mark.parametrize("ownership", list(KvOwnership))
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_attention_of_any_strategy_and_mix_of_extends_is_warmed_up(
@@ -152,7 +171,6 @@ def test_attention_of_any_strategy_and_mix_of_extends_is_warmed_up(
         lse.zero_()
 
     monkeypatch.setattr(backend, "attend", note_attend)
-    passings = [None] if ownership is KvOwnership.REPLICATED else list(Passing)
 
     def compute(group: Communicator) -> tuple[Any, Any]:
         """Return the kernels at the start, and those after it."""
@@ -162,15 +180,7 @@ def test_attention_of_any_strategy_and_mix_of_extends_is_warmed_up(
         one = ModelRunner(model, pool, TritonAttention(), RankGroups(cp=group), ownership, None)
         one.warm_up()
         seen.kernels = set()
-        rng = random.Random(0)
-        for strategy, passing in product(Strategy, passings):
-            for _ in range(4):
-                lens = [
-                    (rng.choice([1, 5, 131, 1500]), rng.choice([0, 1024, 5000])) for _ in range(rng.randrange(1, 4))
-                ]
-                requests = [Request([1] * count, prefix_len, range(110)) for count, prefix_len in lens]
-                with torch.inference_mode():
-                    one._compute(step_of(requests, strategy, group.size, passing))
+        compute_any_steps(one, group.size, ownership, [1, 5, 131, 1500], [0, 1024, 5000])
         return warm, seen.kernels
 
     for warm, later in on_thread_ranks(3, compute):
@@ -190,7 +200,6 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
         merge_into(joined, found)
 
     monkeypatch.setattr(merging, "merge_into", note_merge)
-    passings = [None] if ownership is KvOwnership.REPLICATED else list(Passing)
 
     def compute(group: Communicator) -> tuple[Any, Any]:
         """Return the merges at the start, and those after it."""
@@ -203,14 +212,7 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
         one = ModelRunner(model, pool, TorchAttention(), RankGroups(cp=group), ownership, None)
         one.warm_up()
         merged.kinds = set()
-        rng = random.Random(0)
-        for strategy, passing in product(Strategy, passings):
-            for _ in range(4):
-                # Several requests. Some have no tokens on some ranks, and some have no prefix.
-                lens = [(rng.choice([1, 2, 50]), rng.choice([0, 100])) for _ in range(rng.randrange(1, 4))]
-                requests = [Request([1] * count, prefix_len, range(10)) for count, prefix_len in lens]
-                with torch.inference_mode():
-                    one._compute(step_of(requests, strategy, group.size, passing))
+        compute_any_steps(one, group.size, ownership, [1, 2, 50], [0, 100])
         return warm, merged.kinds
 
     for warm, later in on_thread_ranks(3, compute):
