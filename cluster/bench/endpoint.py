@@ -12,6 +12,10 @@ class EndpointError(Exception):
     """Endpoint error, such as a refusal or an incomplete response, described for the user."""
 
 
+ENDPOINT_ERRORS = (EndpointError, httpx.HTTPError, httpx.InvalidURL, ValueError)
+"""Errors of an endpoint or its URL. A host that is no name, and an event that is no object, are ValueErrors."""
+
+
 def key_headers() -> dict[str, str]:
     """Return the authorization header, or no header if the environment has no API key.
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cluster.bench.dataset import PromptEntry, read_dataset
-from cluster.bench.endpoint import EndpointError, count_tokens, first_model, key_headers
+from cluster.bench.endpoint import ENDPOINT_ERRORS, EndpointError, count_tokens, first_model, key_headers
 from cluster.bench.load import Goals, Report, RequestRecord, fetch_trace, run_load, summarize
 from cluster.bench.workload import TraceEntry, Workload, random_workload, text_workload, trace_workload
 from cluster.cli.bench import Json, fail, print_table
@@ -191,7 +191,7 @@ def _measure(url: str, model: str | None, load: _Load, *, traced: bool) -> tuple
             model = model or first_model(client)
             workload = load.plan(client, model)
         return model, workload, _run(url, model, workload, traced=traced)
-    except (httpx.HTTPError, httpx.InvalidURL, EndpointError, ValueError) as error:  # a host may be no name
+    except ENDPOINT_ERRORS as error:
         fail(f"{url}: {error}")
     except KeyboardInterrupt:
         fail("interrupted", 130)

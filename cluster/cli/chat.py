@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 import httpx
 import typer
 
-from cluster.bench.endpoint import EndpointError, first_model, key_headers, parse_line, status_error
+from cluster.bench.endpoint import ENDPOINT_ERRORS, first_model, key_headers, parse_line, status_error
 from cluster.cli.commands import Cluster
 from cluster.cli.running import endpoint_url
 
@@ -21,8 +21,6 @@ Url = Annotated[
 
 _DIM = "\x1b[2m{}\x1b[0m"
 """Text in a terminal's dim color."""
-_ERRORS = (EndpointError, httpx.HTTPError, httpx.InvalidURL, ValueError)
-"""Errors of an endpoint or its URL. A host that is no name, and an event that is no object, are ValueErrors."""
 _HELP = "Ctrl-C stops an answer, Ctrl-D exits, /clear starts a new conversation, /help shows this."
 
 
@@ -46,7 +44,7 @@ def chat(
             else:
                 print(f"{name} at {url}. {_HELP}")
                 _loop(conversation)
-    except _ERRORS as error:
+    except ENDPOINT_ERRORS as error:
         print(f"baton chat: {url}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
@@ -84,7 +82,7 @@ class Conversation:
             for piece in self._stream(self.messages[:-1]):
                 answer["content"] += "" if piece.is_reasoning else piece.text
                 yield piece
-        except _ERRORS:
+        except ENDPOINT_ERRORS:
             del self.messages[-2:]
             raise
 
@@ -155,7 +153,7 @@ def _answer(conversation: Conversation, text: str) -> None:
         print(conversation.speed)
     except KeyboardInterrupt:
         print(" [stopped]")
-    except _ERRORS as error:
+    except ENDPOINT_ERRORS as error:
         print(f"[{error}]", file=sys.stderr)
 
 

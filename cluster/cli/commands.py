@@ -8,6 +8,7 @@ import typer
 
 from cluster.cli.running import control_path, find_running
 from cluster.processes import wait_gone
+from cluster.spec.clock import MOST_S
 from cluster.spec.errors import PeerUnreachableError, UserError
 from cluster.spec.ids import ReplicaId
 from cluster.supervisor.commands import (
@@ -21,12 +22,10 @@ from cluster.supervisor.commands import (
 _NAME_HELP = "Name of the cluster; needed if several are running on this machine."
 Replica = Annotated[str, typer.Argument(help="Name of the replica, such as decode-0.", show_default=False)]
 Cluster = Annotated[str | None, typer.Option("--cluster", metavar="NAME", help=_NAME_HELP, show_default=False)]
-_MOST_S = 1_000_000
-"""Most seconds of a wait, as in the deploy file. JSON has no infinity: the driver would take it for no value."""
 Grace = Annotated[
     float | None,
     typer.Option(
-        "--grace", min=0, max=_MOST_S, help="Maximum wait for open requests, in seconds. Default: router.drain_s."
+        "--grace", min=0, max=MOST_S, help="Maximum wait for open requests, in seconds. Default: router.drain_s."
     ),
 ]
 
@@ -90,7 +89,7 @@ def scale(
         typer.Option(
             "--wait",
             min=0,
-            max=_MOST_S,
+            max=MOST_S,
             help="Maximum wait for machines to join if new replicas need more, in seconds.",
         ),
     ] = 0.0,

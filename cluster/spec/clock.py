@@ -11,6 +11,8 @@ HEARTBEAT_S = 1.0
 """Interval between a rank's heartbeats: short enough to notice a lost replica within seconds."""
 LEASE_S = 3.0
 """Time without a rank's heartbeat after which its replica gets no requests. Tolerates two lost ones in a row."""
+MOST_S = 1_000_000
+"""Maximum of a time that users set. JSON, for one, has no infinity."""
 IDLE_WAIT_S = 1.0
 """Maximum sleep of an idle worker, and therefore the maximum delay in handling a deadline."""
 

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from cluster.spec.clock import MOST_S
 from cluster.spec.config_node import ChunkTokens, MemoryGib, Node, Origin, PositiveInt, PositiveSeconds, Text
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Role
@@ -288,7 +289,7 @@ class RouterConfig(Node):
     """Maximum number of prompt and answer tokens of one API key per minute; no limit by default."""
     request_timeout_s: PositiveSeconds = 3600.0
     """Seconds after which an unfinished request fails."""
-    parity_probe_s: Annotated[float, Field(ge=0, le=1_000_000, strict=True)] = 0.0
+    parity_probe_s: Annotated[float, Field(ge=0, le=MOST_S, strict=True)] = 0.0
     """Seconds between parity probes, in which a decode replica computes a finished request again without caches and
     log-probabilities are compared; 0 for none. The longest probe has `decode.chunk_tokens` tokens per 4 s of this
     time."""
@@ -330,7 +331,7 @@ class ResourcesConfig(Node):
     silence_s: PositiveSeconds = 10.0
     """Seconds without a sign of life after which a rank (and its replica), a router process or the bootstrap service
     is restarted."""
-    step_timeout_s: Annotated[float, Field(ge=5, le=1_000_000, strict=True)] = 300.0
+    step_timeout_s: Annotated[float, Field(ge=5, le=MOST_S, strict=True)] = 300.0
     """Seconds after which a rank's process exits if its work loop makes no progress; must be well above the duration of
     the longest step."""
 

@@ -97,7 +97,7 @@ class ModelRunner:
             warm_up_copies(self._pool)
 
     def _attend_dummy(self) -> None:
-        """Attend to keys in pages, in rows and, of latents, to expanded ones.
+        """Attend to keys in pages and in rows, and to expanded latents, in every size of blocks.
 
         A step uses the kernels of its strategy and its mix of extends, of which there are more than dummy steps.
         """
