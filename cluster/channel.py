@@ -111,9 +111,7 @@ class Inbox(_Pull):
 
     def receive(self, timeout_s: float, most: int = sys.maxsize) -> list[Message]:
         """Return up to ``most`` messages that have arrived; wait up to the timeout for the first."""
-        if timeout_s > 0:
-            self._socket.poll(int(timeout_s * 1000))
-        return self._take(most)
+        return self._take(most) if self._socket.poll(int(timeout_s * 1000)) else []
 
 
 class AsyncInbox(_Pull):

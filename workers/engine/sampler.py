@@ -172,7 +172,7 @@ class PendingSamples:
     _num_top: Mapping[int, int]
     """Number of most likely tokens to report, by row. Only for rows that request them."""
     _arriving: Arriving
-    """Sampled tokens in transit to the host, whether their logits are finite, and requested log-probabilities."""
+    """Sampled tokens in transit to the host, each row's greatest logit, and requested log-probabilities."""
 
     @property
     def is_there(self) -> bool:
@@ -181,7 +181,7 @@ class PendingSamples:
 
     def wait(self) -> list[Sampled]:
         """Wait for the tokens and append them to the rows' states. Call this only once."""
-        token_ids, are_finite, *likelihoods = (part.tolist() for part in self._arriving.wait())
+        token_ids, greatest, *likelihoods = (part.tolist() for part in self._arriving.wait())
         reported = {
             row: TokenLogprobs(logprob=own, top_ids=ids[:num_top], top_logprobs=top[:num_top])
             for (row, num_top), own, top, ids in zip(self._num_top.items(), *likelihoods, strict=True)
@@ -189,8 +189,9 @@ class PendingSamples:
         for row, state in self._states.items():
             state.append(token_ids[row])
         return [
-            _sampled(self._states.get(row), token_id, reported.get(row), is_corrupted=not is_finite)
-            for row, (token_id, is_finite) in enumerate(zip(token_ids, are_finite, strict=True))
+            # NaN is the greatest of any row that holds it.
+            _sampled(self._states.get(row), token_id, reported.get(row), is_corrupted=not math.isfinite(logit))
+            for row, (token_id, logit) in enumerate(zip(token_ids, greatest, strict=True))
         ]
 
 
@@ -211,11 +212,11 @@ def begin_sample(
     unprocessed = logits[of_asked] if of_asked is not None else logits
     if states:
         process(logits, states, positions)
-    are_finite = logits.amax(dim=-1).abs() < math.inf  # NaN is the maximum of any row that holds it
+    greatest = logits.amax(dim=-1)
     token_ids = draw(logits, rows, positions)
     likelihoods = _likelihoods(unprocessed, token_ids[of_asked], max(asked.values())) if of_asked is not None else ()
     # Start the copy to the host now, since the next step may start before anyone waits for this one.
-    return PendingSamples(token_ids, states, asked, Arriving(token_ids, are_finite, *likelihoods))
+    return PendingSamples(token_ids, states, asked, Arriving(token_ids, greatest, *likelihoods))
 
 
 def _sampled(
