@@ -118,7 +118,7 @@ def some_runs(draw: st.DrawFn) -> tuple[list[Run], list[int]]:
     return draw(st.permutations(runs)), lengths
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     some_runs(),
     st.sampled_from([(64, None), (80, 64), (96, None), (128, 32), (256, None), (8, None), (33, 7), (576, 512)]),

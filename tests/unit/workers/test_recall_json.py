@@ -53,6 +53,7 @@ FUNCTIONS: dict[str, Any] = {
     "weather": {"type": "object", "properties": {"city": TEXT, "unit": {"enum": ["C", "F"]}}, "required": ["city"]},
     "add": closed(a=NUMBER, b=NUMBER),
 }
+DESCRIPTION = "Return what is asked for."
 PROMPTS = (
     "Where does Ada live?",
     DEMO_PROMPT,
@@ -140,8 +141,17 @@ def test_answers_in_json_end(speaker: Speaker, prompt: str) -> None:
     assert sum(shares.values()) / len(shares) >= MIN_SHARE, shares
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("description", [None, "Return what is asked for."])
+@pytest.mark.parametrize(
+    ("prompt", "description"),
+    [
+        (PROMPTS[0], None),
+        (PROMPTS[1], DESCRIPTION),
+        (PROMPTS[2], None),
+        pytest.param(PROMPTS[0], DESCRIPTION, marks=pytest.mark.full),
+        pytest.param(PROMPTS[1], None, marks=pytest.mark.full),
+        pytest.param(PROMPTS[2], DESCRIPTION, marks=pytest.mark.full),
+    ],
+)
 def test_calls_of_functions_end(speaker: Speaker, prompt: str, description: str | None) -> None:
     shares = {}
     for name, parameters in FUNCTIONS.items():
