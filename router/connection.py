@@ -50,7 +50,7 @@ async def unless_client_leaves(scope: Scope, work: Awaitable[Got]) -> Got:
             return await work
     except TimeoutError:
         if limit.expired():
-            raise ClientLeftError("client left") from None
+            raise ClientLeftError from None
         raise
     finally:
         departure.forget()

@@ -79,8 +79,8 @@ class KeyLimitError(LimitError):
 class ClientLeftError(ApiError):
     """The client closed its connection before the answer was complete."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(_CLIENT_CLOSED_REQUEST, message, code="client_left")
+    def __init__(self) -> None:
+        super().__init__(_CLIENT_CLOSED_REQUEST, "client left", code="client_left")
 
 
 class RequestFailedError(ApiError):
@@ -92,6 +92,10 @@ class RequestFailedError(ApiError):
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
+
+
+def internal_error() -> ApiError:
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; see the router's log")
 
 
 def refused(message: str) -> ApiError:

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from router.connection import answer_of
-from router.errors import ApiError, ClientLeftError, LimitError
+from router.errors import ApiError, ClientLeftError, LimitError, internal_error
 from router.metrics import Metrics
 from router.preprocess.body import shortened
 
@@ -22,11 +22,11 @@ def answer_error(metrics: Metrics, request: Request, error: Exception) -> Respon
         case ApiError():
             shown = error
         case ClientDisconnect():
-            shown = ClientLeftError("client left")
+            shown = ClientLeftError()
         case HTTPException():
             shown = _http_error(request, error)
         case _:
-            shown = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; see the router's log")
+            shown = internal_error()
     metrics.refused.add(1, str(int(shown.status)))
     if isinstance(error, LimitError):
         metrics.rejections.add(1, error.limit)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cluster.grammar import Grammars
 from cluster.spec.config import DeployConfig
-from router.errors import ApiError
+from router.errors import ApiError, bad_request, internal_error
 from router.preprocess.id_reader import compiled_reader
 from router.preprocess.job import (
     LENGTH_BYTES,
@@ -66,19 +66,11 @@ class TimedGrammars(Grammars):
 def error_of(status: int) -> ApiError:
     """Return the error of the body for which a process ended with this exit status."""
     if status >= 0:
-        return _internal()
+        return internal_error()
     if status == -signal.SIGKILL:  # by somebody else, such as the kernel when the machine has no memory left
         message = "the process that read this request was killed; try again"
         return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="busy")
-    return _too_complex(_PROBLEMS.get(-status, _MEMORY))
-
-
-def _internal() -> ApiError:
-    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; see the router's log")
-
-
-def _too_complex(message: str) -> ApiError:
-    return ApiError(HTTPStatus.BAD_REQUEST, message, code="too_complex")
+    return bad_request(_PROBLEMS.get(-status, _MEMORY), code="too_complex")
 
 
 def main() -> None:
@@ -110,10 +102,10 @@ def _outcome(model: ServedModel, job: Job) -> Preprocessed | JsonText | JobRefus
     except ApiError as error:
         return JobRefusal.of(error)
     except MemoryError:
-        return JobRefusal.of(_too_complex(_MEMORY))
+        return JobRefusal.of(bad_request(_MEMORY, code="too_complex"))
     except Exception:
         traceback.print_exc()
-        return JobRefusal.of(_internal())
+        return JobRefusal.of(internal_error())
 
 
 def _messages(channel: socket.socket) -> Iterator[bytes]:
