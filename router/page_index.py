@@ -150,6 +150,7 @@ class LowerTiers:
 class DevicePages:
     """Pages that one replica has reported as cached on its device."""
 
+    peer: Peer
     subscribed_s: float
     next_number: int | None = None
     """Number of the next report; None before the first one, which lists all pages."""
@@ -183,32 +184,32 @@ class PageIndex:
         for key, peer in present.items():
             known = self._known.get(key)
             if known is None or (known.next_number is None and now_s >= known.subscribed_s + _ASK_AGAIN_S):
-                self._known[key] = DevicePages(subscribed_s=now_s)
+                self._known[key] = DevicePages(peer, now_s)
                 subscribed.append(peer)
         return subscribed
 
-    def on_kv_events(self, events: KvEvents, now_s: float) -> bool:
-        """Apply a replica's report. Return True if an earlier report is missing and the router must resubscribe."""
+    def on_kv_events(self, events: KvEvents, now_s: float) -> Peer | None:
+        """Apply a replica's report. If an earlier report is missing, return the replica, to subscribe to it again."""
         owner = events.replica, events.incarnation
         known = self._known.get(owner)
         if known is None:
-            return False
+            return None
         if events.number == 0:
             self._clear(owner, known)
         elif known.next_number is None or events.number < known.next_number:
-            return False
+            return None
         elif events.number > known.next_number:
             self.num_gaps += 1
             self._clear(owner, known)
             known.next_number, known.subscribed_s = None, now_s
-            return True
+            return known.peer
         known.next_number = events.number + 1
         if events.tier is Tier.DEVICE:
             known.keys.remove_all(events.removed)
             self._store(known, events.stored)
         else:
             self._below.update(events)
-        return False
+        return None
 
     def is_known(self, key: bytes) -> bool:
         return any(key in known.keys for known in self._known.values()) or self._below.is_known(key)

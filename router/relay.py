@@ -179,7 +179,8 @@ class Relay:
             case Inquire():
                 self._perform(self._requests.on_inquire(message))
             case KvEvents():
-                self._on_kv_events(message, now_s)
+                if peer := self._picker.pages.on_kv_events(message, now_s):
+                    self._subscribe(peer)
             case CommandResult():
                 self.commands.on_result(message)
             case RankTrace():
@@ -307,12 +308,6 @@ class Relay:
             facts = with_facts(room=failure.room, replica=failure.replica)
             _log.warning("a replica failed an attempt: %s", failure.reason, extra=facts)
             self._perform(actions)
-
-    def _on_kv_events(self, events: KvEvents, now_s: float) -> None:
-        if self._picker.pages.on_kv_events(events, now_s):
-            for peer in self._directory.peers(*self._picker.prefix_roles):
-                if (peer.replica, peer.incarnation) == (events.replica, events.incarnation):
-                    self._subscribe(peer)
 
     def _subscribe(self, peer: Peer) -> None:
         self._sending.send(peer.address, SubscribeKvEvents(router=self._requests.me, incarnation=peer.incarnation))

@@ -48,15 +48,13 @@ class KnownPages:
         self._me, self._directory, self._picker, self._send = me, directory, picker, send
 
     def on_table(self, now_s: float) -> None:
-        for peer in self._picker.pages.update(self._peers, now_s):
+        for peer in self._picker.pages.update(self._directory.peers(*self._picker.prefix_roles), now_s):
             self._follow(peer)
 
     def on_kv_events(self, events: KvEvents, now_s: float) -> None:
         """Apply a replica's KV events. Subscribe again if some are missing."""
-        if self._picker.pages.on_kv_events(events, now_s):
-            for peer in self._peers:
-                if (peer.replica, peer.incarnation) == (events.replica, events.incarnation):
-                    self._follow(peer)
+        if peer := self._picker.pages.on_kv_events(events, now_s):
+            self._follow(peer)
 
     def check(self, leader: LeaderProcess) -> None:
         """Compare the index with a leader's cache if all KV events have arrived."""
@@ -68,10 +66,6 @@ class KnownPages:
         # The router forgets a page that several DP ranks have cached when one of them evicts it.
         if not keys <= cached or (keys != cached and leader.record.sizes.dp == 1):
             raise Violation(f"the router has all KV events of {me.replica}, but its index differs from the cache")
-
-    @property
-    def _peers(self) -> list[Peer]:
-        return self._directory.peers(*self._picker.prefix_roles)
 
     def _follow(self, peer: Peer) -> None:
         self._send(peer.address, SubscribeKvEvents(router=self._me, incarnation=peer.incarnation))

@@ -38,7 +38,7 @@ def ignore_gaps_in_kv_events(patch: Patch) -> None:
     """The router ignores the numbers of KV event messages."""
     on_kv_events = PageIndex.on_kv_events
 
-    def take(self: PageIndex, events: KvEvents, now_s: float) -> bool:
+    def take(self: PageIndex, events: KvEvents, now_s: float) -> Peer | None:
         known = self._known.get((events.replica, events.incarnation))
         if known is not None and known.next_number is not None and events.number:
             known.next_number = events.number
