@@ -7,8 +7,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from math import inf
 
-from cluster.channel import Outbox
-from cluster.spec.errors import PeerUnreachableError, TransferError
+from cluster.channel import Outbox, send_or_log
+from cluster.spec.errors import TransferError
 from cluster.spec.tiers import JOB_QUEUES, TierJob, TierJobKind, TierJobResult
 from workers.device import Event
 from workers.hicache.copier import Copier
@@ -194,7 +194,7 @@ class _JobQueue:
             job, since_s = item
             result = self._work(job, time.monotonic() - since_s)
             with self._changed:
-                self._report(result)
+                send_or_log(self._outbox, self._leader_address, result)
 
     def _next(self) -> tuple[TierJob, float] | None:
         """Return the next job once there is one. Return None once the queue is stopped."""
@@ -214,15 +214,9 @@ class _JobQueue:
                 late = [item for item in self._waiting if self._is_busy and _end_s(item) <= now_s]
                 for item in late:
                     self._waiting.remove(item)
-                    self._report(self._refuse(item[0]))
+                    send_or_log(self._outbox, self._leader_address, self._refuse(item[0]))
                 end_s = min(map(_end_s, self._waiting), default=inf) if self._is_busy else inf
                 self._changed.wait(end_s - now_s if end_s < inf else None)
-
-    def _report(self, result: TierJobResult) -> None:
-        try:
-            self._outbox.send(self._leader_address, result)
-        except PeerUnreachableError as error:
-            _log.warning("%s", error)
 
 
 def _end_s(item: tuple[TierJob, float]) -> float:
