@@ -120,14 +120,6 @@ def _make_prefill_leader(
         depth=depth,
         max_context_tokens=longest if spec.ownership is KvOwnership.SHARDED else None,
     )
-    choose = StrategyChooser(
-        setting=prefill.strategy,
-        cp=spec.sizes.cp,
-        shape=rank.model_shape,
-        rates=rank.rates,
-        mode=prefill.mode,
-        passing=prefill.passing,
-    )
     settings = PrefillSettings(
         me=me,
         record=own[0],
@@ -135,6 +127,7 @@ def _make_prefill_leader(
         settle_s=rank.backend.settle_s,
         clock=read_clock(),
     )
+    choose = StrategyChooser.of(prefill, rank.model_shape, rank.rates)
     chunk = even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens, spec.sizes.pp)
     scheduler = StepScheduler(allocator, limits, choose, chunk, tiers=tiers)
     return PrefillLeader(settings, scheduler, rank.step_recorder.recorder)

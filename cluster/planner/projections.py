@@ -51,21 +51,13 @@ def projections_plan(config: DeployConfig, model: ModelFacts) -> ProjectionsPlan
     prefill, shards = config.prefill, config.prefill.linear_shards
     if shards is None:
         return None
-    parallel = prefill.parallel
-    layers = stage_layers(model.config.num_layers, parallel.pp, parallel.pp - 1)
+    layers = stage_layers(model.config.num_layers, prefill.parallel.pp, prefill.parallel.pp - 1)
     shape = prefill_shape(config, model, layers)
     rates = GPU_RATES if config.resources.device is Device.CUDA else Rates()
     rates = replace(rates, hidden_share=float(config.collectives_in_background))
 
     def chunk_s(work: ModelShape) -> float:
-        choose = StrategyChooser(
-            setting=prefill.strategy,
-            cp=parallel.cp,
-            shape=work,
-            rates=rates,
-            mode=prefill.mode,
-            passing=prefill.passing,
-        )
+        choose = StrategyChooser.of(prefill, work, rates)
         return choose([dummy_request(prefill.chunk_tokens)]).estimate_s or 0.0
 
     alone_s = chunk_s(replace(shape, weight_bytes=0))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cluster.spec.config import PrefillConfig
 from cluster.spec.step_messages import ScheduledRequest, StepShape
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.context_parallel.cost_model import ModelShape, Rates, estimate_step_s
@@ -42,6 +43,17 @@ class StrategyChooser:
     passing: PassingSetting = PassingSetting.AUTO
     _strategies: Sequence[Strategy] = field(init=False)
     _passings: Sequence[Passing | None] = field(init=False)
+
+    @classmethod
+    def of(cls, prefill: PrefillConfig, shape: ModelShape, rates: Rates) -> "StrategyChooser":
+        return cls(
+            setting=prefill.strategy,
+            cp=prefill.parallel.cp,
+            shape=shape,
+            rates=rates,
+            mode=prefill.mode,
+            passing=prefill.passing,
+        )
 
     def __post_init__(self) -> None:
         self._strategies = self.setting.candidates if self.cp > 1 else (Strategy.NONE,)
