@@ -85,13 +85,10 @@ class Tails:
 
     def last(self, count: int) -> list[str]:
         """Return the last lines of all selected files."""
-        return list(deque(self._read(), count))
+        return list(deque(self.new(), count))
 
     def new(self) -> Iterator[str]:
         """Yield the complete lines that were added since the last call."""
-        return self._read()
-
-    def _read(self) -> Iterator[str]:
         return (line for _, line in heapq.merge(*(_stamped(self._lines(path)) for path in self._paths())))
 
     def _paths(self) -> list[Path]:
