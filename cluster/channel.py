@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -38,12 +38,8 @@ _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PR
 _MOST_AT_ONCE = 512
 """Maximum number of messages per call on an event loop, so that other tasks get to run."""
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
+encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder(enc_hook=to_wire).encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, dec_hook=from_wire)
-
-
-def encode(message: Message) -> bytes:
-    return _encoder.encode(message)
 
 
 def decode(frame: bytes) -> Message:

@@ -1,5 +1,6 @@
 """Work that a client's body asks for, and its outcome, in the form that crosses processes."""
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
@@ -117,18 +118,6 @@ class Ready(Tagged, frozen=True, kw_only=True):
 
 
 Outcome = Preprocessed | JsonText | JobRefusal | Ready
-_encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
-_outcomes: msgspec.msgpack.Decoder[Outcome] = msgspec.msgpack.Decoder(Outcome, dec_hook=from_wire)
-_jobs: msgspec.msgpack.Decoder[Setup | Job] = msgspec.msgpack.Decoder(Setup | Job)
-
-
-def encode(message: Setup | Job | Outcome) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_outcome(data: bytes) -> Outcome:
-    return _outcomes.decode(data)
-
-
-def decode_job(data: bytes) -> Setup | Job:
-    return _jobs.decode(data)
+encode: Callable[[Setup | Job | Outcome], bytes] = msgspec.msgpack.Encoder(enc_hook=to_wire).encode
+decode_outcome: Callable[[bytes], Outcome] = msgspec.msgpack.Decoder(Outcome, dec_hook=from_wire).decode
+decode_job: Callable[[bytes], Setup | Job] = msgspec.msgpack.Decoder(Setup | Job).decode
