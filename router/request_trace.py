@@ -45,12 +45,8 @@ class RequestTrace:
 
     @property
     def missing(self) -> list[str]:
-        answered = {(part.replica, part.global_rank) for part in self.parts}
-        return [
-            _rank_name(rank.replica, rank.global_rank)
-            for rank in self.ranks
-            if (rank.replica, rank.global_rank) not in answered
-        ]
+        answered = set(map(_rank_name, self.parts))
+        return [name for name in map(_rank_name, self.ranks) if name not in answered]
 
     def events(self, clock: ClockReading) -> dict[str, Any]:
         """Return the JSON object: one process for the router and for each rank, and one thread per track.
@@ -79,7 +75,7 @@ class RequestTrace:
         handoff = []
         parts = sorted(self.parts, key=lambda part: (part.replica.startswith("decode"), part.global_rank))
         for pid, part in enumerate(parts, start=2):
-            name, part_origin_s = _rank_name(part.replica, part.global_rank), origin_s - part.clock.shift_s(clock)
+            name, part_origin_s = _rank_name(part), origin_s - part.clock.shift_s(clock)
             for event in _process(pid, name, part.intervals, part_origin_s):
                 yield event
                 if event["name"] == _RECEIVING or event.get("cat") == _WRITES:
@@ -88,9 +84,7 @@ class RequestTrace:
 
     @property
     def _facts(self) -> dict[str, Any]:
-        left_out = {
-            _rank_name(part.replica, part.global_rank): part.num_left_out for part in self.parts if part.num_left_out
-        }
+        left_out = {_rank_name(part): part.num_left_out for part in self.parts if part.num_left_out}
         return {
             "displayTimeUnit": "ms",
             "otherData": {"ranks that did not answer": self.missing, "omitted intervals": left_out},
@@ -123,7 +117,7 @@ class RequestTraces:
     def on_part(self, part: RankTrace) -> None:
         """Add a rank's part; ignore an unexpected one."""
         trace = next((trace for trace in self._traces.values() if trace.attempt == part.room), None)
-        if trace is None or _rank_name(part.replica, part.global_rank) not in trace.missing:
+        if trace is None or _rank_name(part) not in trace.missing:
             return
         trace.parts.append(part)
         if not trace.missing:
@@ -138,8 +132,8 @@ class RequestTraces:
         return trace
 
 
-def _rank_name(replica: str, global_rank: int) -> str:
-    return f"{replica} rank {global_rank}"
+def _rank_name(rank: RankRecord | RankTrace) -> str:
+    return f"{rank.replica} rank {rank.global_rank}"
 
 
 def _process(pid: int, name: str, intervals: Sequence[Interval], origin_s: float) -> Iterator[dict[str, Any]]:
