@@ -18,7 +18,6 @@ from router.preprocess.job import (
     Job,
     JsonText,
     Preprocessed,
-    ResponseOptions,
     ResponsesOptions,
     Route,
 )
@@ -156,14 +155,12 @@ def _check_place(model: ServedModel, body: GenerationBody) -> None:
 
 
 def _common(body: GenerationBody) -> dict[str, Any]:
-    return msgspec.structs.asdict(
-        ResponseOptions(
-            include_usage=body.include_usage,
-            continuous_usage=body.continuous_usage,
-            return_token_ids=bool(body.return_token_ids),
-            num_prompt_logprobs=body.prompt_logprobs,
-        )
-    )
+    return {
+        "include_usage": body.include_usage,
+        "continuous_usage": body.continuous_usage,
+        "return_token_ids": bool(body.return_token_ids),
+        "num_prompt_logprobs": body.prompt_logprobs,
+    }
 
 
 def _outcome(
