@@ -69,11 +69,8 @@ class Driver:
     @property
     def is_serving(self) -> bool:
         """Return whether exactly the desired members are running."""
-        settled = (
-            member.state is (MemberState.RUNNING if member.is_desired else MemberState.REMOVED)
-            for member in self._cluster.members.values()
-        )
-        return self._cluster.phase is ClusterPhase.SERVING and all(settled)
+        are_settled = all(member.is_settled for member in self._cluster.members.values())
+        return self._cluster.phase is ClusterPhase.SERVING and are_settled
 
     @property
     def running(self) -> dict[str, Replica]:

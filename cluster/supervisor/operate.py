@@ -109,11 +109,9 @@ def on_replica_resumed(cluster: Cluster, event: events.ReplicaResumed) -> Step:
 def advance(cluster: Cluster, event: Event) -> Step:
     """End members that are no longer desired, and continue the open command; called after each event."""
     if cluster.phase is not ClusterPhase.SERVING:
-        return (
-            (cluster, [])
-            if cluster.open_command is None
-            else _close(cluster, "the cluster is stopping", Outcome.FAILED)
-        )
+        if cluster.open_command is None:
+            return cluster, []
+        return _close(cluster, "the cluster is stopping", Outcome.FAILED)
     actions: list[Action] = []
     for member in list(cluster.members.values()):
         if member.state is MemberState.RUNNING and not member.is_desired:
@@ -127,7 +125,7 @@ def advance(cluster: Cluster, event: Event) -> Step:
         why = event.error if isinstance(event, events.Failed) else cluster.members[name].first_error
         line = f"{name}: failed and is restarting: {why}{left}"
         cluster, more = _close(cluster, line, Outcome.FAILED)
-    elif opened.is_waiting or not all(_is_settled(cluster.members[name]) for name in opened.at_work):
+    elif opened.is_waiting or not all(cluster.members[name].is_settled for name in opened.at_work):
         more = []
     else:
         cluster, more = _next_turn(cluster, opened) if opened.todo else _close(cluster, _summary(opened))
@@ -182,16 +180,9 @@ def _failed_with(cluster: Cluster, opened: OpenCommand, event: Event) -> str | N
     """Return the command's replica that failed with this event: reported by a Failed, or found silent."""
     if not isinstance(event, events.Failed | events.Examined) or event.name not in opened.at_work:
         return None
-    return event.name if _has_failed(cluster, event.name) else None
-
-
-def _has_failed(cluster: Cluster, name: str) -> bool:
-    member = cluster.members[name]
-    return member.state is MemberState.ENDING and member.num_failures > 0 and member.is_desired
-
-
-def _is_settled(member: Member) -> bool:
-    return member.state is (MemberState.RUNNING if member.is_desired else MemberState.REMOVED)
+    member = cluster.members[event.name]
+    has_failed = member.state is MemberState.ENDING and member.num_failures > 0 and member.is_desired
+    return member.name if has_failed else None
 
 
 def _summary(opened: OpenCommand) -> str:
@@ -251,13 +242,11 @@ def _numbers_of(command: ScaleCommand) -> dict[Role, int]:
 
 
 def _running(cluster: Cluster) -> tuple[str, ...]:
-    names = [name for role in Role for name in _replicas(cluster, role)]
-    return tuple(name for name in names if cluster.members[name].state is MemberState.RUNNING)
+    return tuple(name for name in _replicas(cluster, *Role) if cluster.members[name].state is MemberState.RUNNING)
 
 
 def _why_not_running(cluster: Cluster, name: str) -> str | None:
-    names = [name for role in Role for name in _replicas(cluster, role)]
-    if name not in names:
+    if name not in (names := _replicas(cluster, *Role)):
         return f"replica: got {name!r}; allowed: {', '.join(names)}"
     state = cluster.members[name].state
     return None if state is MemberState.RUNNING else f"{name}: the replica is {state}; allowed: a running replica"
@@ -293,9 +282,10 @@ def _is_served(cluster: Cluster, role: Role, without: Collection[str]) -> bool:
     )
 
 
-def _replicas(cluster: Cluster, role: Role) -> list[str]:
+def _replicas(cluster: Cluster, *roles: Role) -> list[str]:
     return [
         name
+        for role in roles
         for name, member in cluster.members.items()
         if name.startswith(f"{role}-") and member.state is not MemberState.REMOVED
     ]

@@ -88,6 +88,10 @@ class Member:
     first_error: str = ""
     is_desired: bool = True
 
+    @property
+    def is_settled(self) -> bool:
+        return self.state is (MemberState.RUNNING if self.is_desired else MemberState.REMOVED)
+
     def moved(self, target: MemberState, event: str) -> "Member":
         return replace(self, state=move(MEMBER_MOVES, self.state, target, event, self.name))
 
