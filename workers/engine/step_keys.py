@@ -59,17 +59,13 @@ class PrefixKeys:
             yield self._stored().attend(q, *params.key_and_value(pool.layer_view(layer)), params)
             return
         for tile in self._tiles():
-            yield tile.attention.attend(q, *expand(*pool.split(layer, tile.read(layer, pool))), params)
+            yield tile.attention.attend(q, *expand(*pool.split(layer, read_prefixes(pool, layer, tile.pages))), params)
 
 
 class _PageTile(NamedTuple):
     pages: Sequence[tuple[Tensor, int]]
     """Pages of each request in the tile, and the number of its tokens in them."""
     attention: RowAttention
-
-    def read(self, layer: int, pool: PagePool) -> Tensor:
-        """Return the stored rows ``[rows, heads, width]``."""
-        return read_prefixes(pool, layer, self.pages)
 
 
 def read_prefixes(pool: PagePool, layer: int, pages: Sequence[tuple[Tensor, int]], out: Tensor | None = None) -> Tensor:
@@ -92,7 +88,7 @@ def _row_tiles(
     backend: AttentionBackend, query_runs: Sequence[Run], key_runs: Sequence[Run]
 ) -> list[tuple[slice, RowAttention]]:
     """Return tiles of rows, each with its attention. Omit tiles that no query sees."""
-    tiles = [(rows, runs) for rows, runs in _cut(key_runs, MOST_EXPANDED) if sees_any(query_runs, runs)]
+    tiles = [(rows, runs) for rows, runs in _cut(key_runs) if sees_any(query_runs, runs)]
     return [(rows, backend.prepare_rows(query_runs, runs)) for rows, runs in tiles]
 
 
@@ -101,7 +97,7 @@ def _page_tiles(
 ) -> list[_PageTile]:
     prefixes = [Run(request, 0, length, 1) for request, length in enumerate(lens)]
     tiles = []
-    for _, runs in _cut(prefixes, MOST_EXPANDED, page_size):
+    for _, runs in _cut(prefixes, page_size):
         if sees_any(query_runs, runs):
             tables = [pages.tables[run.request][run.first_position // page_size :] for run in runs]
             held = [
@@ -111,12 +107,12 @@ def _page_tiles(
     return tiles
 
 
-def _cut(runs: Sequence[Run], most_rows: int, multiple: int = 1) -> Iterator[tuple[slice, list[Run]]]:
+def _cut(runs: Sequence[Run], multiple: int = 1) -> Iterator[tuple[slice, list[Run]]]:
     """Divide runs, whose rows are adjacent, into tiles. Runs are cut only after a multiple of ``multiple`` rows.
 
-    A tile has at most ``most_rows`` rows, or ``multiple`` if that is more.
+    A tile has at most ``MOST_EXPANDED`` rows, or ``multiple`` if that is more.
     """
-    most_rows = max(most_rows // multiple, 1) * multiple
+    most_rows = max(MOST_EXPANDED // multiple, 1) * multiple
     begin, tile, num_rows = 0, list[Run](), 0
     for run in runs:
         done = 0
