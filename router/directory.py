@@ -30,7 +30,7 @@ class _Known:
 
     @property
     def peer(self) -> Peer:
-        return _peer(self.entry)
+        return self.entry.leader.peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Directory:
 
     def _find_usable(self) -> _Usable:
         entries = {role: self._usable_entries(role) for role in Role}
-        peers = {role: [_peer(entry) for entry in found] for role, found in entries.items()}
+        peers = {role: [entry.leader.peer for entry in found] for role, found in entries.items()}
         all_entries = chain.from_iterable(entries.values())
         pages = ((entry.leader, entry.load.total_pages // entry.leader.sizes.dp) for entry in all_entries)
         tokens = (leader.layout.tokens_in(num_pages) for leader, num_pages in pages)
@@ -152,10 +152,6 @@ class Directory:
 
     def _taking(self, role: Role) -> list[_Known]:
         return [known for known in self._known.values() if known.entry.role is role and not known.entry.load.draining]
-
-
-def _peer(entry: ReplicaEntry) -> Peer:
-    return Peer(replica=entry.replica, incarnation=entry.incarnation, address=entry.leader.address)
 
 
 def _is_new_to_table(entry: ReplicaEntry, known: ReplicaEntry) -> bool:

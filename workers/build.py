@@ -5,7 +5,7 @@ from functools import partial
 
 from cluster.channel import Outbox
 from cluster.spec.clock import read_clock
-from cluster.spec.ids import Peer, Role, Room
+from cluster.spec.ids import Role, Room
 from cluster.spec.messages import RankTrace
 from cluster.spec.registry import KvOwnership, RankRecord
 from cluster.spec.version import VERSION
@@ -53,11 +53,10 @@ def make_record(spec: WorkerSpec, rank: Rank, address: str) -> RankRecord:
 
 
 def make_leader(spec: WorkerSpec, rank: Rank, records: list[RankRecord]) -> ReplicaLeader:
-    me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=records[0].address)
     make = _make_prefill_leader if spec.role is Role.PREFILL else _make_decode_leader
     ahead = num_ahead(spec, rank)
     depth = step_depth(spec.role, spec.sizes.pp) + ahead
-    leaders = [make(spec, rank, me, records, dp_rank, depth) for dp_rank in range(spec.sizes.dp)]
+    leaders = [make(spec, rank, records, dp_rank, depth) for dp_rank in range(spec.sizes.dp)]
     policy = spec.config.router.dp_policy
     return ReplicaLeader(leaders, spec.sizes, depth=depth, num_ahead=ahead, policy=policy)
 
@@ -80,9 +79,7 @@ def _make_allocator(spec: WorkerSpec, records: list[RankRecord]) -> tuple[PageAl
     return allocator, Tiers(spec.config.hicache, tree, host_pages, records) if tree and host_pages else None
 
 
-def _make_decode_leader(
-    spec: WorkerSpec, rank: Rank, me: Peer, records: list[RankRecord], dp_rank: int, depth: int
-) -> DpLeader:
+def _make_decode_leader(spec: WorkerSpec, rank: Rank, records: list[RankRecord], dp_rank: int, depth: int) -> DpLeader:
     config, own = spec.config, [record for record in records if record.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
     limits = StepLimits(
@@ -94,7 +91,7 @@ def _make_decode_leader(
         runs_ahead=depth > spec.sizes.pp,
     )
     settings = DecodeSettings(
-        me=me,
+        me=records[0].peer,
         records=records,
         dp_rank=dp_rank,
         transfer_timeout_s=config.transfer.transfer_timeout_s,
@@ -106,9 +103,7 @@ def _make_decode_leader(
     return DecodeLeader(settings, scheduler, rank.step_recorder.recorder)
 
 
-def _make_prefill_leader(
-    spec: WorkerSpec, rank: Rank, me: Peer, records: list[RankRecord], dp_rank: int, depth: int
-) -> DpLeader:
+def _make_prefill_leader(spec: WorkerSpec, rank: Rank, records: list[RankRecord], dp_rank: int, depth: int) -> DpLeader:
     prefill, own = spec.config.prefill, [record for record in records if record.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
     longest = spec.config.model.longest_context(rank.model.config.max_position_embeddings)
@@ -121,7 +116,7 @@ def _make_prefill_leader(
         max_context_tokens=longest if spec.ownership is KvOwnership.SHARDED else None,
     )
     settings = PrefillSettings(
-        me=me,
+        me=records[0].peer,
         record=own[0],
         rank_addresses=tuple(record.address for record in own),
         settle_s=rank.backend.settle_s,
@@ -149,7 +144,7 @@ def make_kv_sender(
     spec: WorkerSpec, rank: Rank, records: list[RankRecord], outbox: Outbox, on_failure: Callable[[Exception], None]
 ) -> KvSender:
     return KvSender(
-        prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=records[0].address),
+        prefill=records[0].peer,
         record=records[spec.global_rank],
         region=rank.memory.region.buffer,
         config=spec.config.transfer.model_copy(update={"verify": spec.config.verify_by()}),

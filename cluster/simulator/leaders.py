@@ -84,9 +84,7 @@ def shard_of(records: Sequence[RankRecord], dp_rank: int) -> list[RankRecord]:
     return [record for record in records if record.coords.dp == dp_rank]
 
 
-def make_leader(
-    env: Environment, me: Peer, records: Sequence[RankRecord], dp_rank: int
-) -> tuple[DpLeader, PageAllocator]:
+def make_leader(env: Environment, records: Sequence[RankRecord], dp_rank: int) -> tuple[DpLeader, PageAllocator]:
     """Create the leader of a DP rank, as ``workers.build`` does. ``records`` lists all ranks of the replica."""
     own = shard_of(records, dp_rank)
     first = own[0]
@@ -94,8 +92,8 @@ def make_leader(
     allocator = PageAllocator(first.layout.num_pages, tree, first.num_owners, Lifetimes.of(first.geometry))
     tiers = _make_tiers(env.shape.tiers, tree, own)
     if first.role is Role.DECODE:
-        return _make_decode_leader(env, me, records, dp_rank, allocator, tiers), allocator
-    return _make_prefill_leader(env, me, own, allocator, tiers), allocator
+        return _make_decode_leader(env, records, dp_rank, allocator, tiers), allocator
+    return _make_prefill_leader(env, records[0].peer, own, allocator, tiers), allocator
 
 
 def _make_tiers(shape: TierShape | None, tree: PrefixTree | None, own: list[RankRecord]) -> Tiers | None:
@@ -113,7 +111,6 @@ def _limits(env: Environment, record: RankRecord) -> StepLimits:
 
 def _make_decode_leader(
     env: Environment,
-    me: Peer,
     records: Sequence[RankRecord],
     dp_rank: int,
     allocator: PageAllocator,
@@ -121,7 +118,7 @@ def _make_decode_leader(
 ) -> DpLeader:
     shape = env.shape
     settings = DecodeSettings(
-        me=me,
+        me=records[0].peer,
         records=records,
         dp_rank=dp_rank,
         transfer_timeout_s=shape.transfer_timeout_s,

@@ -11,7 +11,7 @@ from cluster.simulator.memory import Memory
 from cluster.simulator.tier_worker import VirtualTierWorker
 from cluster.simulator.writer import VirtualWriter
 from cluster.spec.config import TransferConfig
-from cluster.spec.ids import Peer, Room
+from cluster.spec.ids import Room
 from cluster.spec.messages import Message
 from cluster.spec.registry import RankRecord
 from cluster.spec.sampling import Sampled
@@ -33,14 +33,9 @@ class RankProcess(Process):
     """Process with a rank's device and page memory, which are lost when it dies."""
 
     def __init__(
-        self,
-        env: Environment,
-        records: Sequence[RankRecord],
-        global_rank: int,
-        leader: Peer,
-        allocator: PageAllocator,
+        self, env: Environment, records: Sequence[RankRecord], global_rank: int, allocator: PageAllocator
     ) -> None:
-        record, shape = records[global_rank], env.shape
+        record, leader, shape = records[global_rank], records[0].peer, env.shape
         super().__init__(env, record.address)
         self.record = record
         self.leader_address = leader.address

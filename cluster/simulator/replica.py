@@ -36,17 +36,16 @@ class LeaderProcess(RankProcess):
         env: Environment,
         bootstrap: Bootstrap,
         records: Sequence[RankRecord],
-        me: Peer,
         made: Sequence[tuple[DpLeader, PageAllocator]],
         on_refused: Callable[[str], None],
     ) -> None:
         """Start the process with each DP rank's leader and allocator. ``on_refused`` ends the replica."""
-        super().__init__(env, records, 0, me, made[0][1])
+        super().__init__(env, records, 0, made[0][1])
         self._leaders = [leader for leader, _ in made]
         self._allocators = [allocator for _, allocator in made]
         sizes, depth = records[0].sizes, step_depth(records[0].role, records[0].sizes.pp)
         self.leader = ReplicaLeader(self._leaders, sizes, depth=depth, policy=env.shape.dp_policy)
-        self.me = me
+        self.me = records[0].peer
         self.records = records
         self._bootstrap = bootstrap
         self._on_refused = on_refused
@@ -240,13 +239,12 @@ class Replica:
         first = records[0]
         self.machine = machine_of(first.address)
         self._on_failed = on_failed
-        me = Peer(replica=first.replica, incarnation=first.incarnation, address=first.address)
-        made = [make_leader(env, me, records, dp_rank) for dp_rank in range(first.sizes.dp)]
-        self.leader = LeaderProcess(env, bootstrap, records, me, made, self._on_refused)
+        made = [make_leader(env, records, dp_rank) for dp_rank in range(first.sizes.dp)]
+        self.leader = LeaderProcess(env, bootstrap, records, made, self._on_refused)
         self.ranks: list[RankProcess] = [self.leader]
         for record in records[1:]:
             _, allocator = made[record.coords.dp]
-            self.ranks.append(Follower(env, records, record.global_rank, me, allocator))
+            self.ranks.append(Follower(env, records, record.global_rank, allocator))
         for rank in self.ranks:
             rank.shard += [other for other in self.ranks if other.record.coords.dp == rank.record.coords.dp]
 

@@ -95,6 +95,11 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
         return role_of(self.replica)
 
     @property
+    def peer(self) -> Peer:
+        """Return the replica whose leader this rank is."""
+        return Peer(replica=self.replica, incarnation=self.incarnation, address=self.address)
+
+    @property
     def num_owners(self) -> int:
         """Number of CP ranks that the pages of a request are divided over."""
         return self.ownership.num_owners(self.sizes.cp)

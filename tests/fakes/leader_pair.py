@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from cluster.spec.ids import ROUTER, Incarnation, Peer, ReplicaId, Role, Room
 from cluster.spec.messages import Message, Submit, TableUpdate
-from cluster.spec.registry import RankRecord, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.wire import TokenIds
 from tests.fakes.paged_ranks import PAGE_SIZE, record
@@ -34,9 +34,7 @@ class LeaderPair:
             role: StepScheduler(allocator, StepLimits(PAGE_SIZE, 16, 4), undivided)
             for role, allocator in self.allocators.items()
         }
-        self.prefill_peer, self.decode_peer = (
-            _peer(first) for first in (self._prefill_records[0], self._decode_record)
-        )
+        self.prefill_peer, self.decode_peer = self._prefill_records[0].peer, self._decode_record.peer
         self.prefill = PrefillLeader(self._prefill_settings(), steps[Role.PREFILL])
         self.decode = DecodeLeader(self._decode_settings(), steps[Role.DECODE])
         self.leaders: dict[Role, PrefillLeader | DecodeLeader] = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
@@ -111,7 +109,3 @@ class LeaderPair:
             quarantine_limit=0.25,
             settle_s=0.5,
         )
-
-
-def _peer(first: RankRecord) -> Peer:
-    return Peer(replica=first.replica, incarnation=first.incarnation, address=first.address)

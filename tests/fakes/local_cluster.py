@@ -154,7 +154,7 @@ class LocalReplica:
     @property
     def peer(self) -> Peer:
         """Return this replica as a peer."""
-        return Peer(replica=self.replica, incarnation=Incarnation(1), address=self.records[0].address)
+        return self.records[0].peer
 
 
 class LocalCluster:

@@ -101,7 +101,7 @@ def restart_one_rank_alone(patch: Patch) -> None:
             return
         old = self.ranks[number]
         old.kill()
-        new = Follower(leader.env, leader.records, number, leader.me, old.memory.allocator)
+        new = Follower(leader.env, leader.records, number, old.memory.allocator)
         self.ranks[number] = new
         for other in self.ranks:
             other.shard[:] = [new if it is old else it for it in other.shard]

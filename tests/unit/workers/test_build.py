@@ -75,10 +75,6 @@ def loaded_rank(layout: PoolLayout, rates: Rates) -> Any:
     )
 
 
-def peer(record: RankRecord) -> Peer:
-    return Peer(replica=record.replica, incarnation=record.incarnation, address=record.address)
-
-
 def table(prefill: list[RankRecord]) -> TableUpdate:
     entries = [
         ReplicaEntry(
@@ -99,8 +95,8 @@ def submit(room: Room, records: list[RankRecord], prompt_len: int) -> Submit:
         prompt_ids=TokenIds.of(range(room, room + prompt_len)),
         sampling=Sampling(),
         stopping=Stopping(max_tokens=1),
-        prefill=peer(records[0]),
-        decode=peer(DECODE),
+        prefill=records[0].peer,
+        decode=DECODE.peer,
         router=Peer(replica=ROUTER, incarnation=Incarnation(1), address="router"),
     )
 
@@ -108,7 +104,7 @@ def submit(room: Room, records: list[RankRecord], prompt_len: int) -> Submit:
 def ticket(room: Room, prompt_len: int) -> Ticket:
     return Ticket(
         room=room,
-        decode=peer(DECODE),
+        decode=DECODE.peer,
         prefill_incarnation=Incarnation(1),
         pages=[list(range(-(-prompt_len // GEOMETRY.page_size)))],
         num_held_pages=0,
@@ -148,7 +144,7 @@ def test_decode_computes_as_many_prompts_in_a_step_as_make_it_efficient(fixed_s:
     rates = Rates(step_s=fixed_s, linear_flops_per_s=2e10, exchange_s=0.0)
     leader = make_leader(spec, loaded_rank(layout, rates), records)
     for room in range(1, 5):
-        alone = msgspec.structs.replace(submit(Room(room), records, 20), prefill=None, decode=peer(records[0]))
+        alone = msgspec.structs.replace(submit(Room(room), records, 20), prefill=None, decode=records[0].peer)
         leader.on_message(alone, 0.0)
     leader.tick(0.0)
     (plan,) = leader.next_plans()
