@@ -55,12 +55,11 @@ def read_v2(hf: HfConfig) -> DecoderConfig:
     num_groups, top_groups = (1, 1) if method == "greedy" else (hf.positive("n_group"), hf.positive("topk_group"))
     scale = hf.number("routed_scaling_factor")
     router = ExpertRouterConfig(is_fp32=True, num_groups=num_groups, top_groups=top_groups, scale=scale)
-    return _read(hf, router, renormalize=False, is_interleaved=True)
+    return _read(hf, router, is_interleaved=True)
 
 
 def read_v3(hf: HfConfig) -> DecoderConfig:
-    is_interleaved = hf.flag("rope_interleave")
-    return _read(hf, _v3_router(hf), renormalize=hf.flag("norm_topk_prob"), is_interleaved=is_interleaved)
+    return _read(hf, _v3_router(hf), is_interleaved=hf.flag("rope_interleave"))
 
 
 def read_v32(hf: HfConfig) -> DecoderConfig:
@@ -80,8 +79,7 @@ def read_indexed(
     if kinds is not None:
         kinds = hf.by_layer("mlp_layer_types", kinds, "dense", "sparse")
         are_sparse = [kind == "sparse" for kind in kinds]
-    renormalize = hf.flag("norm_topk_prob")
-    config = _read(hf, _v3_router(hf), renormalize=renormalize, is_interleaved=True, are_sparse=are_sparse)
+    config = _read(hf, _v3_router(hf), is_interleaved=True, are_sparse=are_sparse)
     assert isinstance(config.attention, LatentAttentionConfig)
     indexer = IndexerConfig(
         num_heads=hf.positive("index_n_heads"),
@@ -112,15 +110,10 @@ def _v3_router(hf: HfConfig) -> ExpertRouterConfig:
 
 
 def _read(
-    hf: HfConfig,
-    router: ExpertRouterConfig,
-    *,
-    renormalize: bool,
-    is_interleaved: bool,
-    are_sparse: Sequence[bool] | None = None,
+    hf: HfConfig, router: ExpertRouterConfig, *, is_interleaved: bool, are_sparse: Sequence[bool] | None = None
 ) -> DecoderConfig:
     """Read the fields that all of these models have in common. ``are_sparse`` says which layers have experts."""
-    moe = _read_experts(hf, router, renormalize=renormalize)
+    moe = _read_experts(hf, router)
     mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"))
     num_dense, every = hf.count("first_k_dense_replace"), hf.positive("moe_layer_freq", 1)
     if are_sparse is None:
@@ -154,7 +147,7 @@ def _read_attention(hf: HfConfig, *, is_interleaved: bool) -> LatentAttentionCon
     )
 
 
-def _read_experts(hf: HfConfig, router: ExpertRouterConfig, *, renormalize: bool) -> MoeConfig:
+def _read_experts(hf: HfConfig, router: ExpertRouterConfig) -> MoeConfig:
     num_experts, top_k = hf.positive("n_routed_experts"), hf.positive("num_experts_per_tok")
     group_size, rest = divmod(num_experts, router.num_groups)
     if rest or group_size < router.num_best:
@@ -174,7 +167,7 @@ def _read_experts(hf: HfConfig, router: ExpertRouterConfig, *, renormalize: bool
         num_experts=num_experts,
         top_k=top_k,
         intermediate_size=width,
-        renormalize=renormalize,
+        renormalize=hf.flag("norm_topk_prob"),
         shared_size=width * hf.count("n_shared_experts"),
         has_shared_gate=False,
         router=router,
