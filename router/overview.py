@@ -2,9 +2,10 @@
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from router.answer import Answer, Summary
 from router.request import GenerateRequest
@@ -23,9 +24,15 @@ class Overview:
         self.recent: deque[Summary] = deque(maxlen=MAX_RECENT)
         """Summaries of the latest finished requests, newest first."""
 
-    def show(self, requests: Sequence[GenerateRequest]) -> "OpenRequest":
-        """Show an HTTP request with these choices as open until the returned context exits."""
-        return OpenRequest(self._open, requests)
+    @contextmanager
+    def show(self, requests: Sequence[GenerateRequest]) -> Iterator["OpenRequest"]:
+        """Show an HTTP request with these choices as open until the context exits."""
+        shown = OpenRequest(requests)
+        self._open[id(shown)] = shown
+        try:
+            yield shown
+        finally:
+            del self._open[id(shown)]
 
     @property
     def num_open(self) -> int:
@@ -36,26 +43,16 @@ class Overview:
         return [request.entry(now_s) for request in itertools.islice(self._open.values(), MAX_SHOWN)]
 
 
+@dataclass(eq=False, slots=True)
 class OpenRequest:
     """HTTP request that waits for capacity or is being answered."""
 
-    def __init__(self, all_open: "dict[int, OpenRequest]", requests: Sequence[GenerateRequest]) -> None:
-        self._all_open = all_open
-        self._requests = requests
-        self.answer: Answer | None = None
-        """None while the request waits for capacity."""
-
-    def __enter__(self) -> Self:
-        self._all_open[id(self)] = self
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        del self._all_open[id(self)]
+    requests: Sequence[GenerateRequest]
+    answer: Answer | None = None
+    """None while the request waits for capacity."""
 
     def entry(self, now_s: float) -> dict[str, Any]:
-        first, answer = self._requests[0], self.answer
+        first, answer = self.requests[0], self.answer
         return {
             "id": first.request_id,
             "key": first.tenant,
@@ -63,6 +60,6 @@ class OpenRequest:
             "phase": "queue" if answer is None else "prefill" if answer.first_s is None else "decode",
             "prefill": "" if answer is None else answer.prefills,
             "decode": "" if answer is None else answer.decodes,
-            "prompt_tokens": sum(len(request.prompt_ids) for request in self._requests if not request.shares_prompt),
+            "prompt_tokens": sum(len(request.prompt_ids) for request in self.requests if not request.shares_prompt),
             "num_tokens": 0 if answer is None else answer.num_tokens,
         }
