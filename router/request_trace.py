@@ -48,16 +48,13 @@ class RequestTrace:
         answered = set(map(_rank_name, self.parts))
         return [name for name in map(_rank_name, self.ranks) if name not in answered]
 
-    def events(self, clock: ClockReading) -> dict[str, Any]:
+    async def text(self, clock: ClockReading) -> bytes:
         """Return the JSON object: one process for the router and for each rank, and one thread per track.
 
         Times are in microseconds since the request arrived. Times from other machines are shifted by the difference
-        between their clock's offset from Unix time and that of ``clock``, the router's clock.
+        between their clock's offset from Unix time and that of ``clock``, the router's clock. The object is written
+        once, with breaks for the events of other requests.
         """
-        return {"traceEvents": [*self._each(clock)]} | self._facts
-
-    async def text(self, clock: ClockReading) -> bytes:
-        """Return the JSON object, which is written once, with breaks for the events of other requests."""
         async with self._writing:
             if self._text is None or self.missing:
                 events = []
