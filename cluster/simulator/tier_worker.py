@@ -38,10 +38,8 @@ class VirtualTierWorker:
         self._process, self._env, self._leader_address = process, process.env, leader_address
         self._record, self._memory, self._on_layers = memory.record, memory, on_layers
         self._queues: dict[str, _Queue] = {queue: deque() for queue in JOB_QUEUES.values()}
-        self._copier: Copier | None = None
-        if memory.record.host_endpoint is not None:
-            backend = _Reads(self._env.memories, memory)
-            self._copier = Copier(records, memory.record.global_rank, _TierMemory(memory), backend)  # type: ignore[arg-type]
+        backend = _Reads(self._env.memories, memory)
+        self._copier = Copier(records, memory.record.global_rank, _TierMemory(memory), backend)  # type: ignore[arg-type]
 
     @property
     def is_idle(self) -> bool:
@@ -62,7 +60,6 @@ class VirtualTierWorker:
     def _begin(self, queue: _Queue) -> None:
         (job, load), random = queue[0], self._env.random
         if load is not None:
-            assert self._copier is not None
             layers = self._copier.layer_loads(job.pages, None, load)
             layer_s = random.uniform(1e-3, 0.1) / self._record.layout.num_layers
             self._process.after(layer_s, partial(self._load_layers, queue, load, layers, layer_s))
@@ -88,7 +85,7 @@ class VirtualTierWorker:
         self._env.happened["fail_move"] += fails
         if job.kind is TierJobKind.LOAD:
             fails = not self._load(job.pages, fails=fails)
-            done = [not fails or not self._has(page) for page in job.pages]
+            done = [not fails or not self._copier.holds(page) for page in job.pages]
             self._check_held(job)
         else:
             done = [self._move(job.kind, page, fails=fails) for page in job.pages]
@@ -103,10 +100,6 @@ class VirtualTierWorker:
         if queue:
             self._begin(queue)
 
-    def _has(self, page: TierPage) -> bool:
-        assert self._copier is not None
-        return self._copier.holds(page)
-
     def _check_held(self, job: TierJob) -> None:
         for page in job.pages:
             assert page.device is not None
@@ -116,13 +109,12 @@ class VirtualTierWorker:
                 )
 
     def _load(self, pages: Sequence[TierPage], *, fails: bool) -> bool:
-        assert self._copier is not None
         try:
             if fails:
                 raise TransferError("the copy failed (simulated)")
             self._copier.load(pages, None)
         except TransferError:
-            for page in filter(self._has, pages):
+            for page in filter(self._copier.holds, pages):
                 assert page.device is not None
                 self._memory.put(local_page(self._record, page.device), bytes([TORN]) * self._record.layout.page_bytes)
             return False
@@ -130,7 +122,6 @@ class VirtualTierWorker:
 
     def _move(self, kind: TierJobKind, page: TierPage, *, fails: bool) -> bool:
         """Move this rank's part of a page. Return whether that part is complete."""
-        assert self._copier is not None
         if not self._copier.owns(page):
             return True
         if kind is TierJobKind.LOOK_UP:

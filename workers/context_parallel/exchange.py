@@ -66,11 +66,13 @@ class Ring:
     The two buffers grow to the largest block so far and stay allocated.
     """
 
+    _held: Tensor
+    """Block of this rank, or the one that arrived last."""
+    _arriving: Tensor
+
     def __init__(self, group: Communicator) -> None:
         self.group = group
         self._buffers = _RowBuffer(), _RowBuffer()
-        self._held: Tensor | None = None
-        self._arriving: Tensor | None = None
         self._pending: Pending | None = None
         self._lens: Sequence[int] = ()
 
@@ -102,15 +104,12 @@ class Ring:
             if distance + 1 < self.group.size:
                 self._pass_on(source)
             if self._lens[source]:
-                assert self._held is not None
                 yield source, self._held[: self._lens[source]]
 
     def _pass_on(self, source: int) -> None:
         """Send the current block, that of rank ``source``, and receive the preceding rank's. Skip empty blocks."""
         self._pending = None
         if any(self._lens):
-            assert self._held is not None
-            assert self._arriving is not None
             previous = (source - 1) % self.group.size
             self._pending = self.group.start_shift(
                 self._arriving[: self._lens[previous]], self._held[: self._lens[source]]
