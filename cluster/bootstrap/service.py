@@ -68,10 +68,8 @@ class BootstrapServer:
         self._port = port
         # Versions start at the clock's time, so that they keep growing across restarts.
         table = BootstrapTable(lease_s, first_version=int(time.time() * 1000))
-        self._token = token
-        self._app = create_app(table, token, SystemClock())
+        self._server = _Server(create_app(table, token, SystemClock()), _authorization(token))
         self._stopped = threading.Event()
-        self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
@@ -82,13 +80,12 @@ class BootstrapServer:
         """
         listener = _listen(self._host, self._port)
         self._port = listener.getsockname()[1]
-        self._server = server = _Server(self._app, _authorization(self._token))
-        self._thread = threading.Thread(target=self._serve, args=(server, listener), name="bootstrap", daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=[listener], name="bootstrap", daemon=True)
         self._thread.start()
         deadline_s = time.monotonic() + _START_TIMEOUT_S
-        while not server.started and self._thread.is_alive() and time.monotonic() < deadline_s:
+        while not self._server.started and self._thread.is_alive() and time.monotonic() < deadline_s:
             time.sleep(0.005)
-        assert server.started, "the bootstrap service did not start"
+        assert self._server.started, "the bootstrap service did not start"
         return f"http://{self._host}:{self._port}"
 
     def run(self) -> None:
@@ -96,13 +93,13 @@ class BootstrapServer:
 
     def stop(self) -> None:
         """End all watches and stop; safe to call twice."""
-        if self._server is not None and self._thread is not None:
+        if self._thread is not None:
             self._server.should_exit = True
             self._thread.join()
 
-    def _serve(self, server: uvicorn.Server, listener: socket.socket) -> None:
+    def _serve(self, listener: socket.socket) -> None:
         try:
-            server.run(sockets=handles_of(listener))
+            self._server.run(sockets=handles_of(listener))
         finally:
             listener.close()
             self._stopped.set()
