@@ -8,7 +8,6 @@ MAX_HEAD_BYTES = 64 << 10
 """Maximum size of a request head, of a chunked body's trailers, and of what precedes a chunk."""
 REFUSAL_KEY = "baton.refusal"
 """Key of an ASGI scope whose request was refused while its body arrived; the application sees a disconnect."""
-_UNSUPPORTED = "HTTP/{} is not supported, use HTTP/1.1"
 
 
 class Refusal(Exception):  # noqa: N818
@@ -35,7 +34,7 @@ def too_slow(what: str, limit_s: float) -> Refusal:
 
 
 def wrong_version(version: str) -> Refusal:
-    return invalid(_UNSUPPORTED.format(version))
+    return invalid(f"HTTP/{version} is not supported, use HTTP/1.1")
 
 
 def refusal_of(error: httptools.HttpParserError, data: bytes) -> Refusal:
