@@ -9,7 +9,6 @@ from pathlib import Path
 from cluster.grammar import Grammars
 from cluster.spec.decode_graphs import captures_decode, why_not_captured
 from cluster.spec.env import CACHE_DIR
-from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
@@ -112,7 +111,7 @@ def _load(
     layout = _pool_layout(spec, geometry, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
     memory, host_region, pinned = _open_memory(spec, layout, device, backend, groups)
-    is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
+    is_stored = host_region is not None and config.hicache.is_stored
     runner = ModelRunner(model, memory.pool, attention, groups, spec.ownership, grammars)
     runner.warm_up()
     on_failure.callback(runner.drop_graphs)
