@@ -172,7 +172,7 @@ class DpLeader(ABC):
             case Command() if message.incarnation == self.me.incarnation:
                 self._on_command(message)
             case SubscribeKvEvents() if message.incarnation == self.me.incarnation:
-                self.outgoing += self.reporter.subscribe(message)
+                self.outgoing += self.reporter.subscribe(message.router)
             case _:
                 self.drop(message)
 

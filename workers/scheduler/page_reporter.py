@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cluster.spec.ids import Peer, ReplicaId
 from cluster.spec.kv import lifetime_of
-from cluster.spec.messages import KvEvents, Message, SubscribeKvEvents
+from cluster.spec.messages import KvEvents, Message
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.tiers import Tier
 from workers.cache.page_allocator import PageAllocator
@@ -36,14 +36,13 @@ class PageReporter:
         self._journal = PageJournal()
         self._subscribers: dict[ReplicaId, _Subscriber] = {}
 
-    def subscribe(self, message: SubscribeKvEvents) -> list[tuple[str, Message]]:
+    def subscribe(self, router: Peer) -> list[tuple[str, Message]]:
         """Return reports of all cached prefixes for a router. The router's earlier incarnations get no more reports."""
-        known = self._subscribers.get(message.router.replica)
-        is_older = known is not None and known.router.incarnation > message.router.incarnation
-        if message.incarnation != self._me.incarnation or is_older:
+        known = self._subscribers.get(router.replica)
+        if known is not None and known.router.incarnation > router.incarnation:
             return []
         self._allocator.add_journal(self._journal)
-        subscriber = self._subscribers[message.router.replica] = _Subscriber(message.router)
+        subscriber = self._subscribers[router.replica] = _Subscriber(router)
         reports = self._report(subscriber, Tier.DEVICE, self._allocator.cached_keys(), [])
         for tier, keys in self._tiers.keys_below().items() if self._tiers else ():
             reports += self._report(subscriber, tier, _chained(keys), [])

@@ -26,10 +26,6 @@ def router(incarnation: int = 1, name: str = ROUTER) -> Peer:
     return Peer(replica=ReplicaId(name), incarnation=Incarnation(incarnation), address=f"{name}.{incarnation}")
 
 
-def ask(peer: Peer, incarnation: int = 3) -> SubscribeKvEvents:
-    return SubscribeKvEvents(router=peer, incarnation=Incarnation(incarnation))
-
-
 def cached(allocator: PageAllocator, tokens: list[int]) -> None:
     """Leave a computed prefix in the cache."""
     pages = allocate(allocator, len(tokens) // PAGE_SIZE)
@@ -45,7 +41,7 @@ def test_a_router_gets_the_complete_cache_then_changes() -> None:
     reporter, allocator = reporter_of()
     cached(allocator, [1] * 8)
     assert reporter.changes() == []
-    ((address, first),) = reporter.subscribe(ask(router()))
+    ((address, first),) = reporter.subscribe(router())
     assert address == "router.1"
     assert first == KvEvents(
         replica=ME.replica, incarnation=ME.incarnation, number=0, stored=page_keys([1] * 8, PAGE_SIZE), removed=[]
@@ -63,10 +59,10 @@ def test_a_router_gets_the_complete_cache_then_changes() -> None:
 
 def test_an_empty_cache_is_reported_and_a_large_one_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     reporter, allocator = reporter_of()
-    assert len(reporter.subscribe(ask(router()))) == 1
+    assert len(reporter.subscribe(router())) == 1
     cached(allocator, list(range(28)))
     monkeypatch.setattr(page_reporter, "MAX_KEYS", 3)
-    reported = [message for _, message in reporter.subscribe(ask(router()))]
+    reported = [message for _, message in reporter.subscribe(router())]
     assert [news.number for news in reported if isinstance(news, KvEvents)] == [0, 1, 2]
     keys = [key for news in reported if isinstance(news, KvEvents) for key in news.stored]
     assert keys == page_keys(list(range(28)), PAGE_SIZE)
@@ -74,10 +70,9 @@ def test_an_empty_cache_is_reported_and_a_large_one_is_split(monkeypatch: pytest
 
 def test_subscribed_routers_get_events() -> None:
     reporter, allocator = reporter_of()
-    assert reporter.subscribe(ask(router(), incarnation=2)) == []
-    reporter.subscribe(ask(router(2)))
-    assert reporter.subscribe(ask(router(1))) == []
-    reporter.subscribe(ask(router(1, "router-b")))
+    reporter.subscribe(router(2))
+    assert reporter.subscribe(router(1)) == []
+    reporter.subscribe(router(1, "router-b"))
     cached(allocator, [1] * 4)
     assert [address for address, _ in reporter.changes()] == ["router.2", "router-b.1"]
     reporter.on_table(TableSnapshot(version=1, replicas=(), reaped={ROUTER: Incarnation(2)}))
@@ -87,11 +82,11 @@ def test_subscribed_routers_get_events() -> None:
 
 def test_nothing_is_recorded_without_subscribers() -> None:
     reporter, allocator = reporter_of()
-    reporter.subscribe(ask(router()))
+    reporter.subscribe(router())
     reporter.on_table(TableSnapshot(version=1, replicas=(), reaped={ROUTER: Incarnation(1)}))
     cached(allocator, [1] * 4)
     assert reporter.changes() == []
-    ((_, reported),) = reporter.subscribe(ask(router(2)))
+    ((_, reported),) = reporter.subscribe(router(2))
     assert isinstance(reported, KvEvents)
     assert reported.stored == page_keys([1] * 4, PAGE_SIZE)
 
@@ -132,7 +127,7 @@ def test_events_cover_every_tier_and_no_window(window: int | None) -> None:
         seed=1,
     )
     reporter = PageReporter(ME, world.allocator, world.tiers)
-    reporter.subscribe(ask(router()))
+    reporter.subscribe(router())
     world.submit([1] * 6)
     world.drain()
     keys = page_keys([1] * 6, 2)
@@ -142,7 +137,7 @@ def test_events_cover_every_tier_and_no_window(window: int | None) -> None:
     world.tiers.host.flush()
     (gone,) = [message for _, message in reporter.changes() if isinstance(message, KvEvents)]
     assert (gone.tier, sorted(gone.removed)) == (Tier.HOST, sorted(keys))
-    again = [message for _, message in reporter.subscribe(ask(router())) if isinstance(message, KvEvents)]
+    again = [message for _, message in reporter.subscribe(router()) if isinstance(message, KvEvents)]
     assert [(message.number, message.tier, len(message.stored)) for message in again] == [
         (0, Tier.DEVICE, 3),
         (1, Tier.HOST, 0),
@@ -153,5 +148,5 @@ def test_events_cover_every_tier_and_no_window(window: int | None) -> None:
 @pytest.mark.parametrize("role", Role)
 def test_a_question_to_another_start_is_counted(role: Role) -> None:
     pair = LeaderPair()
-    assert pair.deliver(role, ask(router(), incarnation=2)) == []
+    assert pair.deliver(role, SubscribeKvEvents(router=router(), incarnation=Incarnation(2))) == []
     assert pair.leaders[role].load().dropped == {"SubscribeKvEvents": 1}
