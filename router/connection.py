@@ -96,15 +96,15 @@ class EventStream(Response):
             await unless_client_leaves(scope, self._write(send))
 
     async def _write(self, send: Send) -> None:
-        async with self._opening as answer, aclosing(self._frames(answer)) as frames:
-            try:
+        try:
+            async with self._opening as answer, aclosing(self._frames(answer)) as frames:
                 await self._send_first(send, answer, frames)
                 async for frame in frames:
                     await self._send(send, frame)
-            except RequestFailedError as error:
-                if not self._started:
-                    raise
-                await self._send(send, self._failed(error))
+        except RequestFailedError as error:
+            if not self._started:
+                raise
+            await self._send(send, self._failed(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_first(self, send: Send, answer: Answer, frames: Frames) -> None:

@@ -67,6 +67,16 @@ def test_a_failure_is_logged_with_its_reason(logged: RouterCluster, caplog: pyte
     assert "secret" not in caplog.text
 
 
+def test_a_stream_that_fails_in_the_middle_has_failed(logged: RouterCluster, caplog: pytest.LogCaptureFixture) -> None:
+    logged.decode.fails_after, logged.decode.token_s = 5, 0.05
+    reply = logged.post("/v1/completions", prompt="very secret", max_tokens=50, stream=True)
+    assert (reply.status_code, "out of memory" in reply.text) == (200, True)
+    (record,) = [record for record in caplog.records if record.name == "router.records"]
+    line = json.loads(JsonLines("router").format(record))
+    assert (line["message"], line["error"]) == ("request failed", "decode-0: out of memory")
+    assert logged.http.get("/status").json()["recent"][0]["outcome"] == "failed"
+
+
 @pytest.mark.parametrize(
     ("traceparent", "found"), [("", None), (f"00-{TRACE}-0000000000000001-01", TRACE), ("00-short-1-01", None)]
 )
