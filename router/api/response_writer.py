@@ -281,6 +281,8 @@ class ResponseWriter:
         self._num_thought_tokens = 0
         self._num_tokens = 0
         self._created = _created(request_id, model, options)
+        self._opening: tuple[str, ...] = ("response.created", "response.in_progress")
+        """Types of the stream's first events; empty once these are written."""
 
     async def prepare(self, chunk: OutputChunk) -> None:
         if chunk.logprobs:
@@ -288,8 +290,7 @@ class ResponseWriter:
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         del usage  # sent in the last event
-        kinds = () if self._num_tokens else ("response.created", "response.in_progress")
-        return self._write([*((kind, {"response": self._created}) for kind in kinds), *self._take(chunk)])
+        return self._write(self._take(chunk))
 
     def _take(self, chunk: OutputChunk) -> list[Event]:
         read = self._reader.read(chunk.text, is_end=chunk.finish is not None)
@@ -336,8 +337,9 @@ class ResponseWriter:
         return ended, events
 
     def _write(self, events: Iterable[Event]) -> bytes:
+        opening, self._opening = self._opening, ()
         frames = []
-        for kind, fields in events:
+        for kind, fields in [*((kind, {"response": self._created}) for kind in opening), *events]:
             data = _encode_json({"type": kind, "sequence_number": next(self._numbers), **fields})
             frames.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
         return b"".join(frames)

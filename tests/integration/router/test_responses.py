@@ -6,6 +6,7 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseOutputMessage, ResponseStreamEvent
 
+from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.model_folder import BOS
 from tests.fakes.router_cluster import MODEL, RouterCluster
 
@@ -143,3 +144,13 @@ def test_a_failure_before_the_first_token_is_a_status_and_later_an_event(cluster
     assert last.response.error is not None
     assert "out of memory" in last.response.error.message
     cluster.assert_empty()
+
+
+def test_a_stream_that_fails_while_it_waits_still_begins_with_created(cluster: RouterCluster) -> None:
+    cluster.decode.flow.clear()
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+    with client, client.responses.stream(model=MODEL, input="hello") as stream:
+        cluster.table.show(table_of(entry_of(cluster.prefill.peer), version=2))
+        events = list(stream)
+    assert [event.type for event in events] == ["response.created", "response.in_progress", "response.failed"]
+    assert [event.sequence_number for event in events] == [0, 1, 2]
