@@ -106,7 +106,7 @@ def _calls(body: ChatRequest, dialect: Dialect, special_texts: frozenset[str], *
     holds_schemas = not (with_text and _is_best_effort(body))
     parts = {}
     for number, (index, tool) in enumerate(tools):
-        schema = given_or(tool.function.parameters, _NO_PARAMETERS) if holds_schemas else ANY_OBJECT
+        schema = {**ANY_OBJECT, **given_or(tool.function.parameters, _NO_PARAMETERS)} if holds_schemas else ANY_OBJECT
         parts[f"arguments_{number}"] = json_part(schema, f"tools[{index}].function.parameters")
     several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
     rules = dialect.lark(names, special_texts, several=several)

@@ -139,6 +139,16 @@ def test_hermes_calls(hermes: RouterCluster, grammars: Grammars) -> None:
     check(grammars, hermes, free, [f"{get}\n{stop}", f"{get}{get}", f"{get} x {get}"])
 
 
+@pytest.mark.parametrize("parameters", [{}, {"properties": {"a": {"type": "integer"}}}])
+def test_arguments_are_an_object_even_if_their_schema_does_not_say_so(
+    hermes: RouterCluster, grammars: Grammars, parameters: dict[str, Any]
+) -> None:
+    tool = {"type": "function", "function": {"name": "get", "parameters": parameters}}
+    ask(hermes, tools=[tool], tool_choice="required")
+    good, wrong = ("{}", '{"a": 1}'), ("1", '"x"', "null", "[1]")
+    check(grammars, hermes, [hermes_call("get", each) for each in good], [hermes_call("get", each) for each in wrong])
+
+
 def test_llama3_calls(llama3: RouterCluster, grammars: Grammars) -> None:
     get, stop = '{"name": "get", "parameters": {"a": 1}}', '{"name": "stop", "parameters": {}}'
     ask(llama3, tools=TOOLS, tool_choice="required")
