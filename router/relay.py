@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from cluster.bootstrap.client import WATCH_S
@@ -96,6 +97,8 @@ class Relay:
         self.traces = RequestTraces(requests.me.address, self._sending.send)
         self._choices: dict[ChoiceId, OpenChoice] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = math.inf
+        """Time of the timer on the event loop's clock. uvloop's handles do not know theirs if it is now."""
         self._backlog = Backlog()
         self._num_answers = 0
         self._idle = asyncio.Event()
@@ -324,14 +327,14 @@ class Relay:
             return
         loop = asyncio.get_running_loop()
         due_s = loop.time() + max(when_s - self._clock.now_s(), 0.001)
+        if self._timer_s <= due_s:
+            return
         if self._timer is not None:
-            if not self._timer.cancelled() and self._timer.when() <= due_s:
-                return
             self._timer.cancel()
-        self._timer = loop.call_at(due_s, self._on_time)
+        self._timer, self._timer_s = loop.call_at(due_s, self._on_time), due_s
 
     def _on_time(self) -> None:
-        self._timer = None
+        self._timer, self._timer_s = None, math.inf
         now_s = self._clock.now_s()
         self._perform(self._requests.expire(now_s))
         self._wake_at(self._requests.next_deadline_s)
