@@ -75,18 +75,20 @@ class PreprocessPool:
         """Number of processes that take jobs."""
         self._num_running: Counter[str] = Counter()
         """Number of processes that work for each tenant."""
+        self._has_stopped = False
 
     def start_processes(self) -> None:
         """Start the processes, which takes a second or two, before the first job needs them."""
         self._is_needed.set()
 
     async def serve(self) -> None:
-        """Run the processes, once they are needed, until cancelled; then fail the jobs that wait."""
+        """Run the processes, once they are needed, until cancelled; then fail the jobs that wait and all later ones."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(NUM_PROCESSES):
                     group.create_task(self._serve())
         finally:
+            self._has_stopped = True
             for waiting in self._waiting:
                 waiting.fail(_stopped())
 
@@ -119,6 +121,8 @@ class PreprocessPool:
 
     async def _push(self, waiting: "_Waiting") -> None:
         async with self._changed:
+            if self._has_stopped:
+                waiting.fail(_stopped())
             if waiting.outcome.done():
                 return
             self._waiting.push(waiting, waiting.tenant, waiting.cost_s, waiting.weight)

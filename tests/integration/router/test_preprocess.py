@@ -246,5 +246,6 @@ async def test_waiting_jobs_fail_when_the_router_stops(folder: Path) -> None:
     async with served(made):
         waiting = [asyncio.create_task(made.run(job(prompt="a b c d " * 1000), "alice")) for _ in range(3)]
         await asyncio.sleep(0.1)
-    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [str(outcome) for outcome in outcomes] == ["the router is stopping"] * 3
+    waiting.append(asyncio.create_task(made.run(job(prompt="a"), "alice")))  # from a connection that is still open
+    outcomes = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10.0)
+    assert [str(outcome) for outcome in outcomes] == ["the router is stopping"] * 4
