@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,20 @@ def test_no_request_waits_for_storage_that_takes_long_to_open(tmp_path: Path, mo
     storage.close()
     go_on.set()
     until(lambda: closed == [True])
+
+
+def test_figures_do_not_wait_for_an_attempt_that_another_thread_starts() -> None:
+    storage, figures = OpeningStorage(Opener()), list[object]()
+
+    class Failed(Future[StorageBackend]):
+        def done(self) -> bool:
+            storage._attempt = Future()  # it hangs
+            return super().done()
+
+    storage._attempt = Failed()
+    storage._attempt.set_exception(StorageError("the disk is not mounted"))
+    threading.Thread(target=lambda: figures.append(storage.figures()), daemon=True).start()
+    until(lambda: figures == [None])
 
 
 def test_an_impossible_folder_is_refused_and_a_missing_one_is_not(tmp_path: Path) -> None:

@@ -72,8 +72,9 @@ class OpeningStorage:
         self._opened().delete(name)
 
     def figures(self) -> StorageFigures | None:
-        is_open = self._attempt.done() and self._attempt.exception() is None
-        return self._attempt.result().figures() if is_open else None
+        attempt = self._attempt  # another thread may start a new attempt at any time
+        is_open = attempt.done() and attempt.exception() is None
+        return attempt.result().figures() if is_open else None
 
     def close(self) -> None:
         """Close the backend once it is open."""
