@@ -6,7 +6,7 @@ import shutil
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 
 import msgspec
@@ -225,6 +225,24 @@ def test_disk_errors_are_storage_errors(tmp_path: Path) -> None:
         read_one(backend, "n/aa", [memoryview(bytearray(2))])
     with pytest.raises(StorageError, match="cannot be written: File name too long"):
         write_one(backend, f"n/{TOO_LONG}", [memoryview(b"1")])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_file_lost_while_open_fails_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """On network file systems, any look at an open file can fail."""
+    store, real, num_looks = RankStore(files(tmp_path), records_of(sizes())[0]), os.fstat, count()
+    store.write(PAGES)
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+
+    def fstat(descriptor: int) -> os.stat_result:
+        if next(num_looks) == failing:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(descriptor)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    assert store.read(PAGES) == [False] + [True] * (len(PAGES) - 1)
+    assert store.failures == {"error": 1}
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
 
 
 def test_a_full_disk_fails_writes_until_a_sweep_frees_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

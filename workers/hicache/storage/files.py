@@ -105,13 +105,14 @@ class FileStorage:
     def _open(self, name: str, stack: contextlib.ExitStack) -> io.FileIO | Read:
         try:
             file = stack.enter_context(io.FileIO(self._folder.open(self._path(name), os.O_RDONLY)))
+            is_object = self._is_object(os.fstat(file.fileno()))
         except FileNotFoundError:
             return False
         except ForeignFileError as error:
             return CorruptObjectError(f"{name} is not an object: {error.strerror}")
         except OSError as error:
             return StorageError(f"{name} cannot be read: {error.strerror}")
-        if not self._is_object(os.fstat(file.fileno())):
+        if not is_object:
             return CorruptObjectError(f"{name} is not an object: it has another name too")
         with contextlib.suppress(OSError):  # some file systems cannot read ahead
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

@@ -79,10 +79,13 @@ class PrivateFolder:
             if error.errno in _FOREIGN:
                 raise ForeignFileError(error.errno, error.strerror) from error
             raise
-        if self.owns(os.fstat(descriptor)):
-            return descriptor
-        os.close(descriptor)
-        raise ForeignFileError(errno.EPERM, "not a regular file of this account")
+        try:
+            if not self.owns(os.fstat(descriptor)):
+                raise ForeignFileError(errno.EPERM, "not a regular file of this account")
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def open_key(self, flags: int) -> int:
         """Open the file of the key. If there is none, create it, unless another process is faster."""
