@@ -306,6 +306,8 @@ class SenderThread:
         self._on_outcome(Cancelled(room))
 
     def _send(self, job: SendJob) -> None:
+        if self._is_stopped(job):
+            return  # after a failure, the pages may already belong to another request
         start_s = time.monotonic()
         try:
             writes, digests = job.prepare()

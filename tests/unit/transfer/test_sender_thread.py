@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.spec.ids import Room
+from cluster.spec.transfer_messages import PageDigests
 from tests.fakes.loopback import Loopback
 from transfer import sender
 from transfer.backends.interface import Region
@@ -79,6 +80,29 @@ def test_a_failure_bars_its_transfer_and_no_other(rig: _Rig) -> None:
     rig.thread.cancel(Room(1))
     assert rig.next() == Cancelled(Room(1))
     assert rig.outcomes.empty()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_queued_jobs_of_an_ended_transfer_leave_its_pages_alone(rig: _Rig, *, is_cancelled: bool) -> None:
+    """The pages may belong to another request by then."""
+    bad, good, prepared = rig.backend.allocate(64), rig.backend.allocate(64), list[str]()
+
+    def prepare() -> tuple[list[Write], list[PageDigests]]:
+        prepared.append("published and digested")
+        return [], []
+
+    rig.backend.failing.add(bad.endpoint.session)
+    rig.backend.gate.clear()
+    rig.thread.send(rig.job(1, [0], good if is_cancelled else bad))
+    assert rig.backend.is_writing.wait(10)
+    rig.thread.send(SendJob(room=Room(1), prepare=prepare, num_pages=1))
+    rig.thread.send(rig.job(2, [2], good))
+    if is_cancelled:
+        rig.thread.cancel(Room(1))
+    rig.backend.gate.set()
+    while rig.next() != Written(Room(2), 1, PAGE):
+        pass
+    assert not prepared
 
 
 def test_a_bug_in_a_job_is_an_outcome_too(rig: _Rig) -> None:
