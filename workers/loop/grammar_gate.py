@@ -25,8 +25,8 @@ class GrammarGate:
         self._held: dict[Room, Future[Compiled]] = {}
 
     @property
-    def is_compiling(self) -> bool:
-        return bool(self._waiting)
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     def submit(self, submit: Submit, now_s: float) -> None:
         """Pass a request on now or later."""

@@ -58,7 +58,7 @@ class LocalLink:
 
     def idle_wait_s(self) -> float:
         """Return the maximum wait for messages while no step is under way."""
-        if self._gate.is_compiling:
+        if self._gate.num_waiting:
             return COMPILING_WAIT_S
         if self._leader.has_work():
             return 0.0
@@ -109,10 +109,11 @@ class LocalLink:
         self._send_outgoing()
 
     def _full_load(self) -> ReplicaLoad:
-        """Return the leader's load with this process's counters."""
+        """Return the leader's load with this process's counters, and requests that wait for their grammars."""
         load, runner = self._leader.load(), self._rank.runner
         return msgspec.structs.replace(
             load,
+            num_waiting=load.num_waiting + self._gate.num_waiting,
             dropped=dict(Counter(load.dropped) + self._inbox.dropped),
             steps=self._meter.times,
             graph_steps=runner.graph_steps,

@@ -1,5 +1,6 @@
 """Follower with an asynchronous device. Tests decide when its steps end."""
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -13,6 +14,7 @@ from cluster.grammar import Compiled
 from cluster.spec.clock import IDLE_WAIT_S
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.messages import Inquire, Message, Submit
+from cluster.spec.registry import ReplicaLoad
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.step_messages import Shutdown, StepPlan, StepShape
 from cluster.spec.tiers import TierJob, TierJobKind
@@ -131,7 +133,8 @@ def test_a_tier_job_follows_the_steps_before_it() -> None:
 
 
 def test_a_request_waits_for_its_grammar_outside_the_scheduler() -> None:
-    """The leader, which does not know the request yet, would report it as lost."""
+    """The leader, which does not know the request yet, would report it as lost, and the driver would end a draining
+    replica."""
     compiled, passed = Future[Compiled](), list[Room]()
 
     def on_message(message: Submit | Inquire, _: float) -> None:
@@ -146,23 +149,30 @@ def test_a_request_waits_for_its_grammar_outside_the_scheduler() -> None:
         next_deadline_s=lambda: None,
         take_outgoing=lambda: [],
         on_message=on_message,
+        has=passed.__contains__,
+        load=ReplicaLoad,
     )
     spec: Any = SimpleNamespace(coords=SimpleNamespace(dp=0), sizes=SimpleNamespace(dp=1))
-    rank: Any = SimpleNamespace(grammars=SimpleNamespace(prepare=lambda *_: compiled))
+    runner = SimpleNamespace(graph_steps={}, graph_bytes=0)
+    rank: Any = SimpleNamespace(grammars=SimpleNamespace(prepare=lambda *_: compiled), runner=runner)
+    inbox: Any = SimpleNamespace(dropped=Counter())
+    reports: Any = SimpleNamespace(next=lambda *_, **__: None)
     clock: Any = SimpleNamespace(now_s=lambda: 0.0)
     nobody: Any = None
-    with patch.object(leader_link, "step_reports", lambda *_: nobody):
-        link = LocalLink(leader, spec, rank, [], nobody, nobody, nobody, clock)
+    with patch.object(leader_link, "step_reports", lambda *_: reports):
+        link = LocalLink(leader, spec, rank, [], inbox, nobody, nobody, clock)
     link.on_message(submit_of(1, Sampling(grammar="slow")))
     link.on_message(submit_of(2, Sampling()))
     link.next_plans()
-    assert (passed, link.idle_wait_s()) == ([2], leader_link.COMPILING_WAIT_S)
+    link.end_round(is_busy=False)
+    assert (passed, link.idle_wait_s(), link.load.num_waiting) == ([2], leader_link.COMPILING_WAIT_S, 1)
     inquire = Inquire(rooms=[Room(1), Room(2)], sender=peer_of("router"), incarnation=Incarnation(1))
     link.on_message(inquire)
     assert passed == [2, 2]
     compiled.set_result(Compiled(nobody, 0.0))
     link.next_plans()
-    assert (passed, link.idle_wait_s()) == ([2, 2, 1], IDLE_WAIT_S)
+    link.end_round(is_busy=False)
+    assert (passed, link.idle_wait_s(), link.load.num_waiting) == ([2, 2, 1], IDLE_WAIT_S, 0)
     link.on_message(inquire)
     assert passed == [2, 2, 1, 1, 2]
 

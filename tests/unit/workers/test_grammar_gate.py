@@ -74,10 +74,10 @@ def test_requests_are_passed_on_once_they_are_compiled(gate: GrammarGate, leader
     assert leader.open == [3]
     grammars.finish("two")
     gate.pass_on(0.0)
-    assert (leader.open, gate.is_compiling) == ([3, 2], True)
+    assert (leader.open, gate.num_waiting) == ([3, 2], 1)
     grammars.finish("one")
     gate.pass_on(0.0)
-    assert (leader.open, gate.is_compiling) == ([3, 2, 1], False)
+    assert (leader.open, gate.num_waiting) == ([3, 2, 1], 0)
 
 
 def test_grammars_of_open_requests_are_held_and_limited(gate: GrammarGate, leader: Leader, grammars: Grammars) -> None:
