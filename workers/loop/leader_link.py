@@ -58,10 +58,10 @@ class LocalLink:
 
     def idle_wait_s(self) -> float:
         """Return the maximum wait for messages while no step is under way."""
-        if self._gate.num_waiting:
-            return COMPILING_WAIT_S
         if self._leader.has_work():
             return 0.0
+        if self._gate.num_waiting:
+            return COMPILING_WAIT_S
         deadline_s = self._leader.next_deadline_s()
         return IDLE_WAIT_S if deadline_s is None else min(IDLE_WAIT_S, max(0.0, deadline_s - self._clock.now_s()))
 

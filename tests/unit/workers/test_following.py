@@ -166,6 +166,9 @@ def test_a_request_waits_for_its_grammar_outside_the_scheduler() -> None:
     link.next_plans()
     link.end_round(is_busy=False)
     assert (passed, link.idle_wait_s(), link.load.num_waiting) == ([2], leader_link.COMPILING_WAIT_S, 1)
+    leader.has_work = lambda: True
+    assert link.idle_wait_s() == 0.0, "steps of other requests would start late"
+    leader.has_work = lambda: False
     inquire = Inquire(rooms=[Room(1), Room(2)], sender=peer_of("router"), incarnation=Incarnation(1))
     link.on_message(inquire)
     assert passed == [2, 2]
