@@ -1,4 +1,4 @@
-"""Tables of every key of a deploy YAML and every environment variable.
+"""Tables of every key of a deploy file and every environment variable.
 
 Run as ``python -m tests.configuration_page > docs/configuration.md``.
 """

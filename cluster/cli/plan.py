@@ -1,4 +1,4 @@
-"""`baton plan` and `baton schema`: what a deploy YAML would start, and which keys it can have."""
+"""`baton plan` and `baton schema`: what a deploy file would start, and which keys it can have."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(help="Deploy YAML, or the name of a built-in one.")] = DEFAULT_FILE,
+    file: Annotated[Path, typer.Argument(help="Deploy file, or the name of a built-in one.")] = DEFAULT_FILE,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List the checks that pass, too.")] = False,
     model: Annotated[str | None, typer.Option(help="Model to use instead of the file's.")] = None,
@@ -37,7 +37,7 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the file. Repeatable.")
     ] = None,
 ) -> None:
-    """Show the replicas, ranks, groups, KV memory, ports and checks of a deploy YAML without starting anything.
+    """Show the replicas, ranks, groups, KV memory, ports and checks of a deploy file without starting anything.
 
     The exit code is 1 if a check fails.
     """
@@ -76,7 +76,7 @@ def schema_text() -> str:
 
 
 def schema() -> None:
-    """Print the JSON schema of a deploy YAML."""
+    """Print the JSON schema of a deploy file."""
     typer.echo(schema_text(), nl=False)
 
 

@@ -46,7 +46,7 @@ _LOOK_S = 0.5
 
 
 def up(
-    file: Annotated[Path, typer.Argument(help="Deploy YAML, or the name of a built-in one.")] = DEFAULT_FILE,
+    file: Annotated[Path, typer.Argument(help="Deploy file, or the name of a built-in one.")] = DEFAULT_FILE,
     model: Annotated[str | None, typer.Option(help="Model to serve instead of the file's.")] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the file. Repeatable.")
@@ -57,7 +57,7 @@ def up(
     ] = None,
     worker_logs: Annotated[bool, typer.Option("--worker-logs", help="Show the workers' output.")] = False,
 ) -> None:
-    """Start the cluster described by a deploy YAML and keep it running until Ctrl-C or `baton down`."""
+    """Start the cluster described by a deploy file and keep it running until Ctrl-C or `baton down`."""
     config = load_config(file, overrides(changes or [], model))
     check_environ()
     _check_keys(config)

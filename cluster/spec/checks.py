@@ -1,4 +1,4 @@
-"""Rules that relate keys of a deploy YAML to each other, and its parallel sizes to a model."""
+"""Rules that relate keys of a deploy file to each other, and its parallel sizes to a model."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Keys of the deploy YAML with their defaults and meanings, as a frozen tree. Checks across keys are in checks.py."""
+"""Keys of the deploy file with their defaults and meanings, as a frozen tree. Checks across keys are in checks.py."""
 
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal

@@ -1,4 +1,4 @@
-"""Base class and common value types of the deploy YAML's nodes."""
+"""Base class and common value types of the deploy file's nodes."""
 
 from typing import Annotated
 
@@ -18,6 +18,6 @@ Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+)$
 
 
 class Node(BaseModel):
-    """Frozen node of the deploy YAML that rejects unknown keys."""
+    """Frozen node of the deploy file that rejects unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

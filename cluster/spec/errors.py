@@ -30,7 +30,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """Error that lists every problem of a deploy YAML."""
+    """Error that lists every problem of a deploy file."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         assert problems, "a ConfigError needs at least one problem"

@@ -1,4 +1,4 @@
-"""Keys of the deploy YAML for the KV tiers below the device cache."""
+"""Keys of the deploy file for the KV tiers below the device cache."""
 
 from enum import StrEnum
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Loader of deploy YAML, which reports all problems of a file in one ConfigError."""
+"""Loader of deploy files, which reports all problems of a file in one ConfigError."""
 
 import copy
 import difflib
@@ -35,7 +35,7 @@ _PATTERNS = {
 
 
 def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> DeployConfig:
-    """Read a deploy YAML, given by its path or by the name of a built-in one.
+    """Read a deploy file, given by its path or by the name of a built-in one.
 
     ``overrides`` has values by dotted key, as texts that are read like those in the file.
 
@@ -52,7 +52,7 @@ def _built_in_files() -> dict[str, Path]:
 
 
 def parse_config(text: str, source: str, overrides: Mapping[str, str] | None = None) -> DeployConfig:
-    """Parse a deploy YAML; ``source`` is its name in syntax errors. Raises ConfigError with every problem."""
+    """Parse a deploy file; ``source`` is its name in syntax errors. Raises ConfigError with every problem."""
     tree, problems = _parse(text, source)
     for key, value in (overrides or {}).items():
         _override(tree, key, value)

@@ -1,4 +1,4 @@
-"""Deploy YAML: what is accepted, and the errors for everything else."""
+"""Deploy files: what is accepted, and the errors for everything else."""
 
 import json
 from pathlib import Path
