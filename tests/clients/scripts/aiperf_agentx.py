@@ -64,4 +64,4 @@ def check(url: str, tokenizer: Path) -> str:
     assert found["osl_mismatch_count"]["avg"] == 0
     cached, cacheable = (found[name]["avg"] for name in (CACHED, CACHEABLE))
     assert cached > LEAST_SHARE * cacheable, (cached, cacheable)
-    return "sessions of agents (AgentX), of whose prompts the cache holds what it can"
+    return "sessions of agents (AgentX), with over 90% of the possible cache hits"
