@@ -134,6 +134,14 @@ def test_numbers_of_the_whole_cluster_are_at_the_top() -> None:
     assert shown >= {"request_ended_total", "time_to_first_token_seconds"}
 
 
+def test_the_panel_of_phases_shows_all_up_to_the_first_token() -> None:
+    (panel,) = [panel for panel in PANELS if panel["title"] == "Mean of each phase"]
+    shown = {family_of(name) for target in panel["targets"] for name in series_in(target["expr"])}
+    phases = {name for name in exposed() if re.fullmatch(r"request_\w+_time_seconds", name)}
+    parts_and_sums = {f"request_{name}_time_seconds" for name in ("prefill_queue", "communication", "inference")}
+    assert shown == phases - parts_and_sums - {"request_decode_time_seconds"}
+
+
 def test_panels_have_unique_ids_and_positions() -> None:
     numbers = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(numbers) == len(set(numbers))
