@@ -1,6 +1,7 @@
 """The manifests in deploy/kuberay: what KubeRay and Kubernetes allow, and what their deploy files need."""
 
 import json
+import os
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from cluster.placement import place
+from cluster.ray_system.environ import set_for_own_cluster
 from cluster.spec import env
 from cluster.spec.config import DeployConfig, TransferProtocol
 from router.server import RouterServer
@@ -209,6 +211,14 @@ class TestOthers:
 def _labels(group: Object) -> dict[str, str]:
     found: dict[str, str] = group["template"]["metadata"]["labels"]
     return found
+
+
+def test_workers_in_the_image_are_as_urgent_as_those_of_ray_that_baton_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    own: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", own)
+    set_for_own_cluster()
+    image = (manifests.FOLDER / "Dockerfile").read_text(encoding="utf-8")
+    assert f"RAY_worker_niceness={own['RAY_worker_niceness']} " in image
 
 
 def test_the_image_has_the_torch_that_make_installs() -> None:
