@@ -74,7 +74,7 @@ void store_sums(const float* sums, const Element* bias, int64_t n, Element* out)
   for (int64_t v = 0; v < kOutputs && v < n; v += kLanes) {
     const __mmask16 lanes = n - v >= kLanes ? 0xffff : (1u << (n - v)) - 1;
     __m512 sum = _mm512_loadu_ps(sums + v);
-    if (bias) sum = _mm512_add_ps(sum, _mm512_cvtpbh_ps((__m256bh)_mm256_maskz_loadu_epi16(lanes, bias + v)));
+    if (bias) sum += (vec)((words)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, bias + v)) << 16);
     _mm256_mask_storeu_epi16(out + v, lanes, (__m256i)_mm512_cvtneps_pbh(sum));
   }
 }

@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
 from workers.device import CPU, GPU, Device
 from workers.native import compile as native
-from workers.native.compile import Kind, compiled_library, find_compiler, runnable_kinds
+from workers.native.compile import KINDS, SOURCES, Kind, compiled_library, find_compiler, runnable_kinds
 
 COMPILER = """#!/bin/sh
 case "$*" in --version) echo 1; exit;; *-mfuture*) exit 1;; *-E*) exit;; esac
@@ -198,6 +199,17 @@ def test_a_compiler_that_does_not_know_the_cpu(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(CannotCompileError, match=r"c\+\+ knows none of future$") as failure:
         find_compiler()
     assert failure.value.fix == "apt-get install -y g++"
+
+
+@pytest.mark.skipif(shutil.which("g++-11") is None, reason="apt-get install -y g++-11")
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_the_compiler_of_ubuntu_22_understands_the_sources(kind: Kind) -> None:
+    if not native._accepts("g++-11", kind.options):
+        pytest.skip("for another architecture")
+    units = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+    command = ["g++-11", "-std=c++17", "-fsyntax-only", *kind.options, *units]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_on_an_unsupported_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
