@@ -96,5 +96,7 @@ def _make_folder(session: LogSession) -> None:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         return
-    for old in sessions_of(session.cluster)[KEPT_SESSIONS:]:
+    # The clock that names folders may have been set back, so that older starts have later names.
+    others = [other for other in sessions_of(session.cluster) if other != folder]
+    for old in others[KEPT_SESSIONS - 1 :]:
         shutil.rmtree(old, ignore_errors=True)

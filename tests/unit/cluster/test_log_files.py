@@ -89,6 +89,17 @@ def test_only_the_last_sessions_are_kept() -> None:
     assert [path.name for path in sessions_of("demo")] == names[: -KEPT_SESSIONS - 1 : -1]
 
 
+def test_a_start_keeps_its_logs_after_the_clock_was_set_back() -> None:
+    for day in range(10, 10 + KEPT_SESSIONS):
+        write(LogSession(cluster="demo", name=f"2027-11-{day}T00-00-00-1"), "router.log", "before")
+    for process in ("driver", "router"):
+        handler = open_log(NOW, process)
+        assert handler is not None
+        handler.close()
+    assert [path.name for path in sorted(NOW.folder.iterdir())] == ["driver.log", "router.log"]
+    assert len(sessions_of("demo")) == KEPT_SESSIONS
+
+
 def test_a_folder_that_cannot_be_written_costs_only_the_files(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (cache / "logs").write_text("in the way")
     assert open_log(NOW, "router") is None
