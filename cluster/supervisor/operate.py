@@ -275,7 +275,8 @@ def _scale_refusal(cluster: Cluster, command: ScaleCommand) -> str | None:
 
 
 def _is_served(cluster: Cluster, role: Role, without: Collection[str]) -> bool:
-    others = [cluster.members[name] for name in _replicas(cluster, role) if name not in without]
+    silent = {member.name for member, _ in cluster.silences()}
+    others = [cluster.members[name] for name in _replicas(cluster, role) if name not in {*without, *silent}]
     return any(
         member.state is MemberState.RUNNING and (member.name, member.incarnation) not in cluster.draining
         for member in others

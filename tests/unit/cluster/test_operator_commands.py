@@ -280,6 +280,24 @@ def test_a_replica_that_drains_does_not_count_and_its_next_start_does() -> None:
     assert begun(run.command(DrainCommand(replica=ReplicaId("decode-1")))) == ["DrainReplica decode-1"]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        DrainCommand(replica=ReplicaId("decode-1")),
+        RestartCommand(replicas=(ReplicaId("decode-1"),), is_rolling=True),
+        ScaleCommand(decode=1),
+    ],
+)
+def test_a_silent_replica_does_not_count_until_it_is_heard_again(command: OperatorCommand) -> None:
+    run = Run(TWO_OF_EACH).serve()
+    ready = frozenset((name, run.incarnation(name)) for name in TWO_OF_EACH)
+    run.step(TableSeen(ready - {("decode-0", run.incarnation("decode-0"))}, frozenset(), {"decode-0": [0]}))
+    ((outcome, _),) = answers(run.command(command))
+    assert outcome is Outcome.REFUSED
+    run.step(TableSeen(ready, frozenset(), {}))
+    assert begun(run.command(command)) == ["DrainReplica decode-1"]
+
+
 def test_one_order_at_a_time_and_only_while_serving() -> None:
     run = Run(TWO_OF_EACH)
     run.step(Tick())
