@@ -55,6 +55,10 @@ class Gang:
         self.runs: dict[str, Future[Any]] = {}
         """Pending call of ``run`` on each rank, by rank name."""
 
+    @property
+    def has_bundles(self) -> bool:
+        return self._reservation is not None
+
     def start(self, model: str, rendezvous: Callable[[], Rendezvous]) -> None:
         """Start the replica; return once the rank table shows it as ready.
 

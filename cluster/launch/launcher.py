@@ -72,6 +72,8 @@ class Launcher:
         """Ended members whose processes may still be alive."""
         self._lost: dict[tuple[str, Incarnation], set[str]] = {}
         """Machines on which a member may still run, because Ray reports a lost machine late."""
+        self._crowded_out: set[ReplicaId] = set()
+        """Replicas whose last start did not get the resources of their placement."""
         self.rendezvous: Future[Rendezvous] = Future()
         """Address of the bootstrap service and more, set once it has started. Restarts do not change it."""
         self._bootstrap_port = 0
@@ -241,13 +243,23 @@ class Launcher:
         hosts = [self._hosts[bundle.node_id] for bundle in placement.bundles]
         gang = Gang(self._tools, self._config, placement, incarnation, hosts)
         self._keep(replica, gang)
-        gang.start(self._model, self.rendezvous.result)
+        try:
+            gang.start(self._model, self.rendezvous.result)
+        finally:
+            if not gang.has_bundles:
+                self._crowded_out.add(replica)
 
     def _living_placement(self, replica: ReplicaId) -> ReplicaPlacement:
-        """Return a replica's placement, or a new one if a machine is lost. Raises ConfigError if it does not fit."""
+        """Return a replica's placement, or a new one if a machine is lost or its resources are taken.
+
+        Raises:
+            ConfigError: the replica does not fit on the machines.
+        """
         usable = {machine.node_id for machine in self._usable_machines()}
-        if any(bundle.node_id not in usable for bundle in self._placements[replica].bundles):
+        is_lost = any(bundle.node_id not in usable for bundle in self._placements[replica].bundles)
+        if is_lost or replica in self._crowded_out:
             self.place([replica])
+            self._crowded_out.discard(replica)
         return self._placements[replica]
 
     def _away_from_home(self, name: str) -> set[str]:

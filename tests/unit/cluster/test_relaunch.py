@@ -12,13 +12,13 @@ from cluster.spec.config import (
     TransferBackendName,
     TransferConfig,
 )
-from cluster.spec.errors import BatonError, ConfigError, PeerUnreachableError
+from cluster.spec.errors import BatonError, ConfigError, PeerUnreachableError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import ReplicaEntry
 from cluster.supervisor.commands import DrainCommand, OperatorCommand, RestartCommand, ResumeCommand, ScaleCommand
 from cluster.supervisor.events import Outcome
 from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher, wait_until
-from tests.fakes.ray import HOME, FakeSystem, FakeTable, World
+from tests.fakes.ray import HOME, FakeReservation, FakeSystem, FakeTable, World
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +190,36 @@ def test_a_replica_of_a_lost_machine_is_placed_on_another() -> None:
     assert launcher.end("prefill-0", Incarnation(2))
     launcher.start("prefill-0", Incarnation(3))
     assert {bundle.node_id for bundle in world.system.reserved[0].bundles} == second, "it stays where it is"
+
+
+def test_a_replica_whose_place_was_taken_is_placed_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another cluster on the same Ray has taken the CPUs, or another replica of the same lost machine."""
+
+    def refuse(name: str, *_: object) -> FakeReservation:
+        raise UserError(f"{name}: no capacity within 10 s")
+
+    home, first, second = (
+        Machine(node_id=name, address=name, cpus=cpus, gpus=0) for name, cpus in (("1", 0), ("2", 2), ("3", 8))
+    )
+    world = World(FakeSystem([home, first, second]))
+    config = CONFIG.model_copy(update={"transfer": TransferConfig(backend=TransferBackendName.MOONCAKE)})
+    launcher = Launcher(world.tools(), config, "model", "token", lambda *_: None)
+    launcher.start("bootstrap", ONE)
+    launcher.start("prefill-0", ONE)
+    assert {bundle.node_id for bundle in world.system.reserved[0].bundles} == {"2"}
+    assert launcher.end("prefill-0", ONE)
+    world.system.machines()[1] = replace(first, cpus=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.system, "reserve", refuse)
+        with pytest.raises(UserError, match="no capacity"):
+            launcher.start("prefill-0", Incarnation(2))
+    assert launcher.end("prefill-0", Incarnation(2))
+    launcher.start("prefill-0", Incarnation(3))
+    assert {bundle.node_id for bundle in world.system.reserved[0].bundles} == {"3"}
+    world.system.machines()[1] = first
+    assert launcher.end("prefill-0", Incarnation(3))
+    launcher.start("prefill-0", Incarnation(4))
+    assert {bundle.node_id for bundle in world.system.reserved[0].bundles} == {"3"}, "it stays where it is"
 
 
 def test_more_replicas_wait_for_a_machine_that_the_autoscaler_adds() -> None:
