@@ -178,10 +178,10 @@ def _supervise(
     from cluster.supervisor.reconcile import RESTART_BACKOFF_S
 
     def on_up() -> None:
-        _announce(launcher, config, note, progress)
         for name in launcher.routers:
             arguments = (name, partial(saw_router, name))
             threading.Thread(target=launcher.follow_router, args=arguments, daemon=True).start()
+        _announce(launcher, config, note, progress)
 
     def saw_router(name: str, responds: bool) -> None:
         supervisor.post(RouterSeen(name, responds))
@@ -233,7 +233,7 @@ def _announce(launcher: "Launcher", config: DeployConfig, note: Note, progress: 
     from cluster.cli.start import ready_text, wait_ready
 
     progress.stage("endpoint", "waiting")
-    wait_ready(launcher.router_url, config.resources.start_timeout_s)
+    wait_ready(launcher.router_url)
     progress.stage("endpoint", "ready")
     note.update(router_url=launcher.router_url)
     progress.finish()
