@@ -1,8 +1,11 @@
 """Files that describe the clusters running on this machine, one per cluster and readable only by its owner."""
 
+import fcntl
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -45,16 +48,18 @@ class Note:
         self._path = _folder() / f"{cluster.name}.json"
         self.cluster = cluster
         self._lock = threading.Lock()
-        fresh = self._write(cluster)
-        try:
-            self._claim(fresh)
-        finally:
-            fresh.unlink()
+        with _locked(self._path.parent):
+            if (other := _read(self._path)) is not None:
+                raise UserError(
+                    f"a cluster named {other.name!r} is already running (process {other.process.pid}); "
+                    f"stop it with `baton down --cluster {other.name}`, or give this one another name"
+                )
+            self._write(cluster)
 
     def update(self, **changes: str | dict[str, str]) -> None:
         with self._lock:
             self.cluster = msgspec.structs.replace(self.cluster, **changes)
-            self._write(self.cluster).replace(self._path)
+            self._write(self.cluster)
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -65,26 +70,23 @@ class Note:
     def __exit__(self, *_: TracebackType | type[BaseException] | BaseException | None) -> None:
         self.remove()
 
-    def _write(self, cluster: RunningCluster) -> Path:
-        """Write the note to a temporary file, so that no reader sees a partial note."""
+    def _write(self, cluster: RunningCluster) -> None:
+        """Write the note to a temporary file first, so that no reader sees a partial note."""
         fresh = self._path.with_suffix(f".{os.getpid()}")
         fresh.touch(mode=0o600)
         fresh.write_bytes(msgspec.json.encode(cluster))
-        return fresh
+        fresh.replace(self._path)
 
-    def _claim(self, fresh: Path) -> None:
-        """Link the note to its final path, unless a running cluster's note is already there."""
-        while True:
-            try:
-                os.link(fresh, self._path)
-                return
-            except FileExistsError:
-                if (other := _read(self._path)) is not None:
-                    raise UserError(
-                        f"a cluster named {other.name!r} is already running (process {other.process.pid}); "
-                        f"stop it with `baton down --cluster {other.name}`, or give this one another name"
-                    ) from None
-                self._path.unlink(missing_ok=True)
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let only one process at a time claim a name."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def control_path(name: str) -> Path:

@@ -7,19 +7,21 @@ import queue
 import re
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli import status
+from cluster.cli import running, status
 from cluster.cli.app import app
 from cluster.cli.running import Note, RunningCluster
 from cluster.cli.start import check_files, check_model
 from cluster.cli.stop_signals import StopSignals
 from cluster.machine_memory import MachineMemory
-from cluster.processes import process_id
+from cluster.processes import ProcessId, process_id, this_process
 from cluster.spec.errors import UserError
 from cluster.spec.loader import parse_config
 from cluster.spec.memory import GIB
@@ -270,6 +272,38 @@ def test_status_lists_several_clusters(tmp_path: Path, monkeypatch: pytest.Monke
         ["one", "starting", "m"],
         ["two", "http://127.0.0.1:81/v1", "m"],
     ]
+
+
+def _cluster(name: str) -> RunningCluster:
+    return RunningCluster(name=name, process=this_process(), model="m", logs="", token="")
+
+
+def test_of_two_starts_at_once_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both find the note of a driver that was killed."""
+    outcomes = queue.SimpleQueue[bool]()
+    read = running._read
+
+    def read_slowly(path: Path) -> RunningCluster | None:
+        found = read(path)
+        time.sleep(0.1)
+        return found
+
+    def start() -> None:
+        try:
+            Note(_cluster("one"))
+            outcomes.put(True)
+        except UserError:
+            outcomes.put(False)
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(running, "_read", read_slowly)
+    monkeypatch.setattr(os, "getpid", threading.get_native_id)
+    killed = RunningCluster(name="one", process=ProcessId(pid=1, start_ticks=-1), model="m", logs="", token="")
+    Note(killed)
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert sorted(outcomes.get(timeout=WAIT_S) for _ in threads) == [False, True]
 
 
 def test_an_interrupt_while_importing_prints_nothing(baton: RunBaton, monkeypatch: pytest.MonkeyPatch) -> None:
