@@ -1,6 +1,7 @@
 """Files that describe the clusters running on this machine, one per cluster and readable only by its owner."""
 
 import fcntl
+import logging
 import os
 import tempfile
 import threading
@@ -15,6 +16,9 @@ import msgspec
 from cluster.processes import ProcessId, is_alive
 from cluster.spec.errors import UserError
 
+_log = logging.getLogger(__name__)
+
+_ALLOWED = "set XDG_RUNTIME_DIR to a folder that you own"
 _DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -54,12 +58,18 @@ class Note:
                     f"a cluster named {other.name!r} is already running (process {other.process.pid}); "
                     f"stop it with `baton down --cluster {other.name}`, or give this one another name"
                 )
-            self._write(cluster)
+            try:
+                self._write(cluster)
+            except OSError as error:
+                raise _unusable(self._path, error) from error
 
     def update(self, **changes: str | dict[str, str]) -> None:
         with self._lock:
             self.cluster = msgspec.structs.replace(self.cluster, **changes)
-            self._write(self.cluster)
+            try:
+                self._write(self.cluster)
+            except OSError as error:  # the cluster runs without it
+                _log.warning("%s", _unusable(self._path, error))
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -73,9 +83,12 @@ class Note:
     def _write(self, cluster: RunningCluster) -> None:
         """Write the note to a temporary file first, so that no reader sees a partial note."""
         fresh = self._path.with_suffix(f".{os.getpid()}")
-        fresh.touch(mode=0o600)
-        fresh.write_bytes(msgspec.json.encode(cluster))
-        fresh.replace(self._path)
+        try:
+            fresh.touch(mode=0o600)
+            fresh.write_bytes(msgspec.json.encode(cluster))
+            fresh.replace(self._path)
+        finally:
+            fresh.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -136,10 +149,18 @@ def endpoint_url(url: str | None, name: str | None) -> str:
 def _folder() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime, "baton") if runtime else Path(tempfile.gettempdir(), f"baton-{os.getuid()}")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.is_symlink():
-        raise UserError(f"{folder} belongs to another user; set XDG_RUNTIME_DIR to a folder that you own")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_ours = folder.stat().st_uid == os.getuid() and not folder.is_symlink()
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    if not is_ours:
+        raise UserError(f"{folder} belongs to another user; {_ALLOWED}")
     return folder
+
+
+def _unusable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: {error.strerror}; {_ALLOWED}")
 
 
 def _read(path: Path) -> RunningCluster | None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from cluster.cli import running, status
 from cluster.cli.app import app
-from cluster.cli.running import Note, RunningCluster
+from cluster.cli.running import Note, RunningCluster, running_clusters
 from cluster.cli.start import check_files, check_model
 from cluster.cli.stop_signals import StopSignals
 from cluster.machine_memory import MachineMemory
@@ -276,6 +276,32 @@ def test_status_lists_several_clusters(tmp_path: Path, monkeypatch: pytest.Monke
 
 def _cluster(name: str) -> RunningCluster:
     return RunningCluster(name=name, process=this_process(), model="m", logs="", token="")
+
+
+def test_a_folder_for_notes_that_cannot_be_used_is_reported_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "file"))
+    result = CliRunner().invoke(app, ["status"])
+    assert str(result.exception) == (
+        f"{tmp_path}/file/baton: Not a directory; set XDG_RUNTIME_DIR to a folder that you own"
+    )
+
+
+def test_a_full_disk_stops_a_start_but_no_running_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = tmp_path / "baton"
+    with Note(_cluster("one")) as note:
+        for name in ("one", "two"):
+            (folder / f"{name}.{os.getpid()}").symlink_to("/dev/full")
+        note.update(router_url="http://127.0.0.1:81")
+        assert [cluster.router_url for cluster in running_clusters()] == [None]
+        with pytest.raises(UserError, match=r"two\.json: No space left on device; set XDG_RUNTIME_DIR"):
+            Note(_cluster("two"))
+        note.update(bootstrap_url="http://127.0.0.1:82")
+        assert [cluster.router_url for cluster in running_clusters()] == ["http://127.0.0.1:81"]
+    assert list(folder.iterdir()) == []
 
 
 def test_of_two_starts_at_once_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
