@@ -213,11 +213,11 @@ class LeaseRenewer:
         while not self._stopping.is_set():
             try:
                 self._report()
-            except PeerUnreachableError as error:
-                _log.info("%s", error)
             except TableRefusedError as error:
                 self._on_refused(error)
                 return
+            except BatonError as error:  # the service is away, or has given up this request
+                _log.info("%s", error)
             self._due.wait(self._interval_s)
             self._due.clear()
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cluster.bootstrap.client import BootstrapClient, LeaseRenewer, ReplicaRegistrar
-from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer, create_app
+from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapProtocol, BootstrapServer, create_app
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, records_digest
 from cluster.spec.clock import SystemClock
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
@@ -277,6 +277,34 @@ def test_lease_keeper_refills_a_restarted_service() -> None:
     wait_until(lambda: tables[-1].version != version and is_ready(tables[-1]))
     again.stop()
     registrar.stop()
+
+
+def test_lease_keeper_goes_on_after_a_refusal_that_its_own_pause_has_caused(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is suspended between the head and the body of a heartbeat, for longer than the service waits."""
+    tables: list[TableSnapshot] = []
+    registrar = registrar_of(url, tables, [])
+    http, statuses = registrar._client._http, list[int]()
+    request = http.request
+
+    def late(body: bytes) -> Iterator[bytes]:
+        time.sleep(0.5)
+        yield body
+
+    def send(method: str, path: str, content: bytes, timeout: float) -> httpx.Response:
+        is_late = any(map(is_ready, tables)) and not statuses
+        reply = request(method, path, content=late(content) if is_late else content, timeout=timeout)
+        if is_late or statuses:
+            statuses.append(reply.status_code)
+        return reply
+
+    monkeypatch.setattr(BootstrapProtocol, "body_s", 0.1)
+    monkeypatch.setattr(http, "request", send)
+    registrar.start()
+    wait_until(lambda: len(statuses) >= 2)
+    registrar.stop()
+    assert statuses[:2] == [408, 204]
 
 
 def test_lease_keeper_of_an_old_start_falls_silent(url: str, client: BootstrapClient) -> None:
