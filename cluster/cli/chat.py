@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import httpx
 import typer
@@ -102,14 +102,22 @@ class Conversation:
                 raise status_error(response)
             for line in response.iter_lines():
                 event = parse_line(line) or {}
-                num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
-                for choice in event.get("choices", ()):
-                    delta = choice["delta"]
-                    for name in ("reasoning", "content"):
-                        if piece := delta.get(name):
-                            first_s = first_s or time.monotonic()
-                            yield Piece(piece, is_reasoning=name == "reasoning")
+                try:
+                    num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+                    pieces = _pieces(event)
+                except (LookupError, TypeError, AttributeError) as error:
+                    what = "which is not part of a chat completion"
+                    raise ValueError(f"the stream has the event {line[:80]!r}, {what}") from error
+                for piece in pieces:
+                    first_s = first_s or time.monotonic()
+                    yield piece
         self.speed = _speed(num_tokens, (first_s or time.monotonic()) - sent_s, time.monotonic() - sent_s)
+
+
+def _pieces(event: dict[str, Any]) -> list[Piece]:
+    deltas = [choice["delta"] for choice in event.get("choices", ())]
+    found = [(delta.get(name), name) for delta in deltas for name in ("reasoning", "content")]
+    return [Piece(text, is_reasoning=name == "reasoning") for text, name in found if text]
 
 
 def _speed(num_tokens: int, first_s: float, total_s: float) -> str:

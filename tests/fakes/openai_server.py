@@ -15,6 +15,8 @@ TRACE_PATH = "/traces/1"
 CUT = "cut this"
 """Chat message whose stream ends with an error event after the first chunk."""
 
+ODD = "odd event"
+"""Chat message whose stream has an event with a choice, but no delta."""
 THINK = "think first"
 """Chat message whose answer begins with reasoning."""
 
@@ -74,6 +76,8 @@ def _stream(body: dict[str, Any], text: str, num_cached: int) -> Iterator[str]:
     yield ": waiting\n\n"
     if text == THINK:
         yield _event({"choices": [{"delta": {"reasoning": "hm ", "reasoning_content": "hm "}, "index": 0}]})
+    if text == ODD:
+        yield _event({"choices": [{"index": 0, "finish_reason": "stop"}]})
     pieces = text.split(" ") if "messages" in body else ["x"] * body["max_tokens"]
     for index, piece in enumerate(pieces):
         if text == CUT and index:

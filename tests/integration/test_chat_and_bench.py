@@ -67,6 +67,13 @@ def test_one_message_that_fails_ends_with_an_error(server: openai_server.FakeSer
     assert result.stderr == f"baton chat: {server.url}: HTTP 503: nothing is ready\n"
 
 
+def test_an_event_of_another_kind_is_reported_in_one_line(server: openai_server.FakeServer) -> None:
+    result = _chat("--url", server.url, "-m", openai_server.ODD)
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    (line,) = result.stderr.splitlines()
+    assert 'the stream has the event \'data: {"choices": [{"index": 0' in line
+
+
 def test_an_unreachable_url_is_reported() -> None:
     for result in (_chat("--url", "http://127.0.0.1:9", "-m", "x"), _bench("--url", "http://127.0.0.1:9")):
         assert result.exit_code == 1
