@@ -229,7 +229,7 @@ def test_disk_errors_are_storage_errors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_file_lost_while_open_fails_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
-    """On network file systems, any look at an open file can fail."""
+    """A network file system can fail any look at an open file."""
     store, real, num_looks = RankStore(files(tmp_path), records_of(sizes())[0]), os.fstat, count()
     store.write(PAGES)
     num_open = len(list(Path("/proc/self/fd").iterdir()))
