@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -61,7 +62,7 @@ def compile_once(sources: Sequence[Path], compiler: str, options: Sequence[str] 
 
 def _digest(sources: Sequence[Path], compiler: str, options: Sequence[str]) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT_S, check=True).stdout
-    parts = (*(source.read_bytes() for source in sources), version, " ".join(options).encode())
+    parts = (*(source.read_bytes() for source in sources), version, " ".join((platform.machine(), *options)).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

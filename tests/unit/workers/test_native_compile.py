@@ -86,16 +86,20 @@ def test_a_broken_file_is_compiled_again(damage: bytes, tools: Path) -> None:
     assert num_compiled(tools) == 2
 
 
-def test_another_source_compiler_or_option_is_another_library(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_source_compiler_option_or_processor_is_another_library(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = {compiled_library(find_compiler())}
     set_compiler(tools, COMPILER.replace("echo 1", "echo 2"))
+    paths.add(compiled_library(find_compiler()))
+    monkeypatch.setattr(platform, "machine", lambda: "other")
     paths.add(compiled_library(find_compiler()))
     (tools / "other.cpp").write_text("other")
     monkeypatch.setattr(native, "KINDS", (Kind("any", (), ("-O1",)),))
     paths.add(compiled_library(find_compiler()))
     monkeypatch.setattr(native, "SOURCES", (tools / "other.cpp",))
     paths.add(compiled_library(find_compiler()))
-    assert len(paths) == 4
+    assert len(paths) == 5
 
 
 def test_a_failed_build_leaves_nothing(tools: Path) -> None:
