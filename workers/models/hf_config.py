@@ -242,7 +242,7 @@ def sparse_layers(hf: HfConfig, moe: MoeConfig) -> list[FeedForwardConfig]:
 
 
 def every_layers_window(hf: HfConfig) -> list[int | None]:
-    """Return each layer's window in a family without `layer_types`. None if `sliding_window` is null."""
+    """Return the window of every layer if all have one. None if `sliding_window` is null."""
     window = None if hf.get("sliding_window") is None else hf.positive("sliding_window")
     return [window] * hf.num_layers
 

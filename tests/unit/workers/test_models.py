@@ -256,6 +256,10 @@ def test_unsupported_configs_are_refused_with_a_reason(
         ({**MIXTRAL, "sliding_window": 8}, (8, 8)),
         ({"architectures": ["MistralForCausalLM"]}, (4096, 4096)),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None)),
+        (
+            {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]},
+            (None, 4096),
+        ),
         ({**QWEN2_MOE, "use_sliding_window": True}, (4096, None)),
         ({**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 2}, (8, 8)),
         ({**QWEN3_MOE, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, (None, None)),
