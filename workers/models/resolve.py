@@ -11,6 +11,8 @@ from workers.models.recall_weights import BUILT_IN, Variant
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
 """Patterns that match a repository's files except weights."""
 EVERYTHING = (*DESCRIPTION, "*.safetensors")
+_OTHER_FORMS = ("consolidated*", "original/*")
+"""Patterns of files that have the same weights in their publisher's own form."""
 
 
 def resolve_model(path: str, files: Sequence[str] = EVERYTHING) -> Path:
@@ -56,7 +58,7 @@ def _download(repository: str, files: Sequence[str]) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=list(files)))
+        return Path(snapshot_download(repository, allow_patterns=[*files], ignore_patterns=[*_OTHER_FORMS]))
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         offline = "offline? " if isinstance(error, LocalEntryNotFoundError) else ""

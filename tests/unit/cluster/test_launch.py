@@ -318,7 +318,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Patterns of the requested files, none of which exists."""
     patterns: list[str] = []
 
-    def download(repository: str, *, allow_patterns: list[str]) -> str:
+    def download(repository: str, *, allow_patterns: list[str], **_: list[str]) -> str:
         patterns.extend(allow_patterns)
         raise OSError(f"no {repository}")
 

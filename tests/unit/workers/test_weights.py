@@ -4,6 +4,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -238,23 +239,23 @@ def test_a_name_that_is_neither_folder_nor_repository_is_refused(given: str) -> 
         resolve_model(given)
 
 
-@pytest.mark.parametrize(("files", "with_weights"), [((), True), ((DESCRIPTION,), False)])
+@pytest.mark.parametrize(("files", "weights"), [((), ["model-00001-of-00002.safetensors"]), ((DESCRIPTION,), [])])
 def test_a_repository_is_downloaded_without_needless_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: tuple[tuple[str, ...], ...], *, with_weights: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: tuple[tuple[str, ...], ...], weights: list[str]
 ) -> None:
-    asked: list[tuple[str, list[str]]] = []
+    asked: list[str] = []
+    needless = ["consolidated.safetensors", "original/consolidated.00.pth", "original/params.json", "pytorch_model.bin"]
 
-    def download(repository: str, *, allow_patterns: list[str]) -> str:
-        asked.append((repository, allow_patterns))
+    def download(repository: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        offered = ["config.json", "model-00001-of-00002.safetensors", *needless]
+        allowed = [name for name in offered if any(fnmatch(name, pattern) for pattern in allow_patterns)]
+        asked.append(repository)
+        asked.extend(name for name in allowed if not any(fnmatch(name, pattern) for pattern in ignore_patterns))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model("Qwen/Qwen3-0.6B", *files) == tmp_path
-    [(repository, patterns)] = asked
-    assert repository == "Qwen/Qwen3-0.6B"
-    assert ("*.safetensors" in patterns) is with_weights
-    assert "*.json" in patterns
-    assert "*.bin" not in patterns
+    assert asked == ["Qwen/Qwen3-0.6B", "config.json", *weights]
 
 
 def test_a_cache_folder_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -281,7 +282,7 @@ def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_being_offline_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(repository: str, *, allow_patterns: list[str]) -> str:  # noqa: ARG001
+    def download(repository: str, **_: list[str]) -> str:  # noqa: ARG001
         raise LocalEntryNotFoundError("outgoing traffic has been disabled.\nSet this and that.")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
