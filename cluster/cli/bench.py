@@ -79,6 +79,7 @@ def engine(
     model: Model = "Llama-3-8B",
     prompt_len: PromptLens = "8192,32768,131072",
     output_len: Annotated[int, typer.Option(help="Number of output tokens.", min=2)] = 64,
+    batch_size: Annotated[int, typer.Option(help="Number of requests that decode together.", min=1)] = 1,
     rounds: Rounds = 3,
     device: Annotated[Device, typer.Option(help="Device: cuda or cpu.")] = Device.CUDA,
     dtype: Annotated[
@@ -87,11 +88,11 @@ def engine(
     ] = "auto",
     as_json: Json = False,
 ) -> None:
-    """Benchmark one request on one device, and compare it with the device's limits and the transformers library."""
+    """Benchmark requests on one device, and compare them with the device's limits and the transformers library."""
     _check_models("--model", [model])
     lens = _parse_lens(prompt_len, _MAX_LEN - output_len)
     with _bench_worker("workers.bench.engine:EngineBench") as ask:
-        ask("make", model, device, max(lens) + output_len, dtype)
+        ask("make", model, device, max(lens) + output_len, dtype, batch_size)
         print_results("device", [ask("limits")], as_json=as_json)
         results = (ask("measure", length, output_len, rounds) for length in lens)
         print_results(f"medians of {rounds} rounds", results, as_json=as_json)

@@ -32,15 +32,19 @@ from workers.models.registry import parse_model_config
 
 _PAGE_SIZE = 64
 _CHUNK_TOKENS = 8192
-_ROOM = Room(1)
+
+
+Tokens = Sequence[Sequence[int]]
+"""Token ids of each request of a batch, of equal length."""
 
 
 class Timed(NamedTuple):
-    """Answer of at least two tokens, with its timing."""
+    """Answers of at least two tokens, with their timing."""
 
     ttft_s: float
+    """Time until every request of the batch has its first token."""
     tpot_s: float
-    token_ids: Sequence[int]
+    answers: Tokens
 
 
 class TransformersPeer:
@@ -64,26 +68,28 @@ class TransformersPeer:
         self._model.eval()
         self._device = model.device.torch_device
 
-    def generate(self, prompt: Sequence[int], num_tokens: int) -> Timed:
-        """Generate a greedy answer. Raises RuntimeError if memory runs out."""
+    def generate(self, prompts: Tokens, num_tokens: int) -> Timed:
+        """Generate greedy answers. Raises RuntimeError if memory runs out."""
         from transformers import DynamicCache
 
         start_s = time.perf_counter()
-        tokens, times_s, cache = torch.tensor([list(prompt)], device=self._device), list[float](), DynamicCache()
-        answer: list[int] = []
+        tokens, times_s, cache = torch.tensor(prompts, device=self._device), list[float](), DynamicCache()
+        answers = list[list[int]]()
         with torch.inference_mode():
             for _ in range(num_tokens):
                 out = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 tokens = out.logits[:, -1:].argmax(dim=-1)
-                answer.append(int(tokens.item()))
+                answers.append(tokens.flatten().tolist())
                 times_s.append(time.perf_counter())
-        return timed(start_s, times_s, answer)
+        return timed(start_s, times_s, [*zip(*answers, strict=True)])
 
 
 class EngineBench:
     """Model with random weights. In fp32, both engines produce the same tokens."""
 
-    def __init__(self, name: str, device: Device, most_tokens: int, dtype_name: str = "auto") -> None:
+    def __init__(
+        self, name: str, device: Device, most_tokens: int, dtype_name: str = "auto", batch_size: int = 1
+    ) -> None:
         """Load the model for requests of up to ``most_tokens`` tokens. Raises UserError if the device is missing.
 
         The format ``auto`` is bf16 on a GPU and fp32 on a CPU.
@@ -104,7 +110,8 @@ class EngineBench:
         self._model = random_model(parse_model_config(raw), dtype, opened)
         self._peer = TransformersPeer(raw, self._model)
         self._model.pack()
-        self._runner = _make_runner(self._model, most_tokens)
+        self._batch_size = batch_size
+        self._runner = _make_runner(self._model, most_tokens, batch_size)
 
     def close(self) -> None:
         """Do nothing. Everything is released when the process exits."""
@@ -115,21 +122,23 @@ class EngineBench:
     def measure(self, prompt_len: int, output_len: int, num_rounds: int) -> EngineResult:
         """Measure both engines alternately, after a warm-up round."""
         rng = random.Random(prompt_len)
-        prompt = [rng.randrange(self._model.config.vocab_size) for _ in range(prompt_len)]
+        vocab = range(self._model.config.vocab_size)
+        prompts = [rng.choices(vocab, k=prompt_len) for _ in range(self._batch_size)]
         ours, theirs, problem = list[Timed](), list[Timed](), ""
         for _ in range(1 + num_rounds):
-            ours.append(self._generate(prompt, output_len))
+            ours.append(self._generate(prompts, output_len))
             if not problem:
                 try:
-                    theirs.append(self._peer.generate(prompt, output_len))
+                    theirs.append(self._peer.generate(prompts, output_len))
                 except RuntimeError as error:  # most likely out of memory
                     problem = str(error).partition("\n")[0]
         own, peer, shape = _medians(ours), None if problem else _medians(theirs), SHAPES[self._name]
-        num_keys, itemsize = prompt_len + output_len / 2, self._model.dtype.itemsize
-        ttft_floor_s = shape.prefill_flops(prompt_len) / self._limits.flops_per_s
+        num_keys, itemsize = self._batch_size * (prompt_len + output_len / 2), self._model.dtype.itemsize
+        ttft_floor_s = self._batch_size * shape.prefill_flops(prompt_len) / self._limits.flops_per_s
         tpot_floor_s = shape.decode_bytes(num_keys, itemsize) / self._limits.bytes_per_s
         return EngineResult(
             model=self._name,
+            batch_size=self._batch_size,
             prompt_len=prompt_len,
             output_len=output_len,
             ttft_ms=own.ttft_s * 1e3,
@@ -138,43 +147,61 @@ class EngineBench:
             tpot_ratio=own.tpot_s / tpot_floor_s,
             transformers_ttft_ms=peer and peer.ttft_s * 1e3,
             transformers_tpot_ms=peer and peer.tpot_s * 1e3,
-            num_same_tokens=peer and num_same(own.token_ids, peer.token_ids),
+            num_same_tokens=peer and min(map(num_same, own.answers, peer.answers)),
             transformers_problem=problem or None,
         )
 
-    def _generate(self, prompt: Sequence[int], num_tokens: int) -> Timed:
-        """Compute the prompt in chunks, then one token per step. A GPU gets each step before the previous one ends."""
+    def _generate(self, prompts: Tokens, num_tokens: int) -> Timed:
+        """Compute one prompt after another, then a token of each request per step. A GPU gets each step before the
+        previous one ends.
+        """
         start_s = time.perf_counter()
-        new = NewRequest(room=_ROOM, prompt_len=len(prompt), owner_base=0, sampling=Sampling(), destination=None)
-        pages = list(range(pages_for(len(prompt) + num_tokens, _PAGE_SIZE)))
-        for first in range(0, len(prompt), _CHUNK_TOKENS):
-            chunk = prompt[first : first + _CHUNK_TOKENS]
-            scheduled = _scheduled(
-                first, chunk, new_pages=[] if first else pages, samples=first + len(chunk) == len(prompt)
-            )
-            begun = self._begin(scheduled, new=None if first else new)
-        tokens = [begun.wait()[_ROOM].token_id]
+        answers = [[self._first_token(Room(number), prompt, num_tokens)] for number, prompt in enumerate(prompts)]
         times_s = [time.perf_counter()]
         following: BegunStep | None = None
+        prompt_len = len(prompts[0])
         for index in range(1, num_tokens):
-            begun = following or self._begin(_scheduled(len(prompt) + index - 1, [tokens[-1]], index))
+            tokens = [answer[-1] for answer in answers]
+            begun = following or self._begin(_decode_step(prompt_len + index - 1, tokens, index))
             following = None
             if self._runner.is_asynchronous and index + 1 < num_tokens:
-                following = self._begin(_scheduled(len(prompt) + index, [0], index + 1, input_from_previous_step=True))
-            tokens.append(begun.wait()[_ROOM].token_id)
+                unknown = [0] * len(prompts)
+                step = _decode_step(prompt_len + index, unknown, index + 1, input_from_previous_step=True)
+                following = self._begin(step)
+            sampled = begun.wait()
+            for number, answer in enumerate(answers):
+                answer.append(sampled[Room(number)].token_id)
             times_s.append(time.perf_counter())
-        return timed(start_s, times_s, tokens)
+        return timed(start_s, times_s, answers)
 
-    def _begin(self, scheduled: ScheduledRequest, new: NewRequest | None = None) -> BegunStep:
-        new_requests, releases = ([], []) if new is None else ([new], [_ROOM])
-        shape = make_step_shape([scheduled])
-        plan = StepPlan(step=1, shape=shape, new_requests=new_requests, scheduled=[scheduled], releases=releases)
+    def _first_token(self, room: Room, prompt: Sequence[int], num_tokens: int) -> int:
+        """Compute a prompt in chunks."""
+        new = NewRequest(room=room, prompt_len=len(prompt), owner_base=0, sampling=Sampling(), destination=None)
+        num_pages = pages_for(len(prompt) + num_tokens, _PAGE_SIZE)
+        pages = list(range(room * num_pages, (room + 1) * num_pages))
+        for first in range(0, len(prompt), _CHUNK_TOKENS):
+            chunk = [*prompt[first : first + _CHUNK_TOKENS]]
+            scheduled = ScheduledRequest(
+                room=room,
+                first_position=first,
+                token_ids=chunk,
+                new_pages=[] if first else [pages],
+                samples=first + len(chunk) == len(prompt),
+                output_position=0,
+            )
+            begun = self._begin([scheduled], new=None if first else new)
+        return begun.wait()[room].token_id
+
+    def _begin(self, scheduled: Sequence[ScheduledRequest], new: NewRequest | None = None) -> BegunStep:
+        new_requests, releases = ([], []) if new is None else ([new], [new.room])
+        shape = make_step_shape(scheduled)
+        plan = StepPlan(step=1, shape=shape, new_requests=new_requests, scheduled=[*scheduled], releases=releases)
         return self._runner.begin(plan)
 
 
-def timed(start_s: float, times_s: Sequence[float], token_ids: Sequence[int]) -> Timed:
-    """Return the answer with its timing. ``times_s`` holds the time when each token reached the host."""
-    return Timed(times_s[0] - start_s, (times_s[-1] - times_s[0]) / (len(times_s) - 1), token_ids)
+def timed(start_s: float, times_s: Sequence[float], answers: Tokens) -> Timed:
+    """Return the answers with their timing. ``times_s`` holds the times when their tokens reached the host."""
+    return Timed(times_s[0] - start_s, (times_s[-1] - times_s[0]) / (len(times_s) - 1), answers)
 
 
 def num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
@@ -182,40 +209,37 @@ def num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return next((index for index, (own, other) in pairs if own != other), len(ours))
 
 
-def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
+def _make_runner(model: DecoderModel, most_tokens: int, batch_size: int) -> ModelRunner:
     geometry = model.config.kv_geometry("bench", str(model.dtype).removeprefix("torch."), _PAGE_SIZE)
-    pool = PagePool.of_one_rank(geometry, pages_for(most_tokens, _PAGE_SIZE), model.device.torch_device)
+    num_pages = batch_size * pages_for(most_tokens, _PAGE_SIZE)
+    pool = PagePool.of_one_rank(geometry, num_pages, model.device.torch_device)
     if not model.device.has_own_memory:
         use_huge_pages(pool.bytes.data_ptr(), pool.bytes.nbytes)
     attention = choose_kernels(AttentionSetting.AUTO, model, geometry).backend
     runner = ModelRunner(model, pool, attention, RankGroups())
     runner.warm_up()
-    runner.capture_decode(1, capture_maker(model.device)())
+    runner.capture_decode(batch_size, capture_maker(model.device)())
     return runner
 
 
-def _scheduled(
-    first_position: int,
-    token_ids: Sequence[int],
-    output_position: int = 0,
-    *,
-    new_pages: Sequence[int] = (),
-    samples: bool = True,
-    input_from_previous_step: bool = False,
-) -> ScheduledRequest:
-    return ScheduledRequest(
-        room=_ROOM,
-        first_position=first_position,
-        token_ids=list(token_ids),
-        new_pages=[list(new_pages)] if new_pages else [],
-        samples=samples,
-        output_position=output_position,
-        input_from_previous_step=input_from_previous_step,
-    )
+def _decode_step(
+    position: int, token_ids: Sequence[int], output_position: int, *, input_from_previous_step: bool = False
+) -> list[ScheduledRequest]:
+    """Schedule a token of each request, all at one position."""
+    return [
+        ScheduledRequest(
+            room=Room(number),
+            first_position=position,
+            token_ids=[token_id],
+            new_pages=[],
+            samples=True,
+            output_position=output_position,
+            input_from_previous_step=input_from_previous_step,
+        )
+        for number, token_id in enumerate(token_ids)
+    ]
 
 
 def _medians(rounds: Sequence[Timed]) -> Timed:
     counted = rounds[1:]
-    return Timed(
-        median(each.ttft_s for each in counted), median(each.tpot_s for each in counted), counted[-1].token_ids
-    )
+    return Timed(median(each.ttft_s for each in counted), median(each.tpot_s for each in counted), counted[-1].answers)

@@ -52,11 +52,13 @@ class EngineResult:
     """Result line of `baton bench engine`. Times are medians over rounds of greedy decoding."""
 
     model: str
+    batch_size: int
     prompt_len: int
     output_len: int
     ttft_ms: float
+    """Time until every request of the batch has its first token."""
     ttft_ratio: float
-    """TTFT divided by the time that the prompt's FLOPs take at the measured rate of matrix products."""
+    """TTFT divided by the time that the prompts' FLOPs take at the measured rate of matrix products."""
     tpot_ms: float
     """Time per output token after the first."""
     tpot_ratio: float
@@ -64,7 +66,7 @@ class EngineResult:
     transformers_ttft_ms: float | None
     transformers_tpot_ms: float | None
     num_same_tokens: int | None
-    """Length of the common prefix of both engines' answers."""
+    """Length of the common prefix of both engines' answers, of the request where it is shortest."""
     transformers_problem: str | None
     """Reason why transformers was not measured."""
 

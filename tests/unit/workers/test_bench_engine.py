@@ -45,7 +45,7 @@ def test_floors_of_a_known_model() -> None:
 
 
 def test_times_begin_and_end_with_tokens() -> None:
-    assert timed(1.0, [3.0, 4.0, 7.0], [5, 6, 7]) == (2.0, 2.0, [5, 6, 7])
+    assert timed(1.0, [3.0, 4.0, 7.0], [[5, 6, 7]]) == (2.0, 2.0, [[5, 6, 7]])
     assert [num_same([1, 2, 3], theirs) for theirs in ([1, 2, 3], [1, 4, 3], [0, 2, 3])] == [3, 1, 0]
 
 
@@ -82,8 +82,23 @@ def test_transformers_ties_embeddings_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_answers_depend_on_prompts(bench: EngineBench) -> None:
-    answers = [tuple(bench._generate([token] * 70, 6).token_ids) for token in (1, 2, 3)]
-    assert len(set(answers)) == 3
+    answers = [bench._generate([[token] * 70], 6).answers for token in (1, 2, 3)]
+    assert len({str(answer) for answer in answers}) == 3
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_batch_counts_the_weights_once(monkeypatch: pytest.MonkeyPatch, *, ahead: bool) -> None:
+    monkeypatch.setattr(ModelRunner, "is_asynchronous", ahead)
+    bench = EngineBench("tiny", Device.CPU, most_tokens=80, batch_size=3)
+    bench._limits = LIMITS
+    result = bench.measure(70, 6, 1)
+    assert (result.batch_size, result.num_same_tokens) == (3, 6)
+    embedding = 256 * 64
+    layers = WEIGHTS - 2 * embedding
+    ttft_floor_ms = 3 * (2 * (70 * layers + embedding) + 4 * 2 * 64 * 70 * 71 / 2) / 1e6 * 1e3
+    tpot_floor_ms = (4 * (layers + embedding) + 2 * 2 * 32 * 4 * 3 * 73) / 1e3 * 1e3
+    assert result.ttft_ratio == pytest.approx(result.ttft_ms / ttft_floor_ms)
+    assert result.tpot_ratio == pytest.approx(result.tpot_ms / tpot_floor_ms)
 
 
 def test_limits_of_the_other_engine_are_reported(bench: EngineBench, monkeypatch: pytest.MonkeyPatch) -> None:
