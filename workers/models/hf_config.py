@@ -243,18 +243,23 @@ def sparse_layers(hf: HfConfig, moe: MoeConfig) -> list[FeedForwardConfig]:
 
 def every_layers_window(hf: HfConfig) -> list[int | None]:
     """Return the window of every layer if all have one. None if `sliding_window` is null."""
-    window = None if hf.get("sliding_window") is None else hf.positive("sliding_window")
-    return [window] * hf.num_layers
+    return [given_window(hf)] * hf.num_layers
+
+
+def given_window(hf: HfConfig) -> int | None:
+    return None if hf.get("sliding_window") is None else hf.positive("sliding_window")
+
+
+def windows_of_types(hf: HfConfig, layer_types: Sequence[str], window: int | None) -> list[int | None]:
+    """Return each layer's window, which layers of the sliding type have."""
+    types = hf.by_layer("layer_types", layer_types, FULL_ATTENTION, SLIDING_ATTENTION)
+    return [window if each == SLIDING_ATTENTION else None for each in types]
 
 
 def windows_by_type(hf: HfConfig, has_window: Sequence[bool]) -> list[int | None]:
     """Return each layer's window in a Qwen model. Without `layer_types`, ``has_window`` says which layers have one."""
     given = hf.get("layer_types") or [SLIDING_ATTENTION if each else FULL_ATTENTION for each in has_window]
-    layer_types = hf.by_layer("layer_types", given, FULL_ATTENTION, SLIDING_ATTENTION)
-    if not uses_windows(hf):
-        return [None] * hf.num_layers
-    window = hf.positive("sliding_window")
-    return [window if layer_type == SLIDING_ATTENTION else None for layer_type in layer_types]
+    return windows_of_types(hf, given, hf.positive("sliding_window") if uses_windows(hf) else None)
 
 
 def last_layers_windows(hf: HfConfig) -> list[int | None]:
