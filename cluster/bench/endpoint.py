@@ -14,6 +14,8 @@ class EndpointError(Exception):
 
 ENDPOINT_ERRORS = (EndpointError, httpx.HTTPError, httpx.InvalidURL, ValueError)
 """Errors of an endpoint or its URL. A host that is no name, and an event that is no object, are ValueErrors."""
+FORM_ERRORS = (LookupError, TypeError, AttributeError)
+"""Errors of reading an object that has another form than expected."""
 
 
 def key_headers() -> dict[str, str]:
@@ -74,10 +76,14 @@ def parse_line(line: str) -> dict[str, Any] | None:
     except RecursionError as error:
         raise ValueError(f"the stream has an event that is nested too deeply: {text[:80]!r}") from error
     if not isinstance(event, dict):
-        raise ValueError(f"the stream has the event {text[:80]!r}, which is not a JSON object")
+        raise wrong_event(text, "a JSON object")
     if "error" in event:
         raise EndpointError(error_message(text))
     return event
+
+
+def wrong_event(text: str, expected: str) -> ValueError:
+    return ValueError(f"the stream has the event {text[:80]!r}, which is not {expected}")
 
 
 def error_message(body: str) -> str:

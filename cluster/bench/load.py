@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from cluster.bench.endpoint import EndpointError, key_headers, parse_line, status_error
+from cluster.bench.endpoint import FORM_ERRORS, EndpointError, key_headers, parse_line, status_error, wrong_event
 from cluster.bench.workload import PlannedRequest, Workload
 
 _RUN_SALT = secrets.token_hex(8)
@@ -182,8 +182,8 @@ async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], recor
             event = parse_line(line)
             try:
                 finished |= event is not None and _note(event, record)
-            except (LookupError, TypeError, AttributeError) as error:
-                raise ValueError(f"the stream has the event {line[:80]!r}, which is not a completion") from error
+            except FORM_ERRORS as error:
+                raise wrong_event(line, "a completion") from error
     return finished
 
 

@@ -10,7 +10,15 @@ from typing import Annotated, Any, NamedTuple
 import httpx
 import typer
 
-from cluster.bench.endpoint import ENDPOINT_ERRORS, first_model, key_headers, parse_line, status_error
+from cluster.bench.endpoint import (
+    ENDPOINT_ERRORS,
+    FORM_ERRORS,
+    first_model,
+    key_headers,
+    parse_line,
+    status_error,
+    wrong_event,
+)
 from cluster.cli.commands import Cluster
 from cluster.cli.running import endpoint_url
 
@@ -105,9 +113,8 @@ class Conversation:
                 try:
                     num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
                     pieces = _pieces(event)
-                except (LookupError, TypeError, AttributeError) as error:
-                    what = "which is not part of a chat completion"
-                    raise ValueError(f"the stream has the event {line[:80]!r}, {what}") from error
+                except FORM_ERRORS as error:
+                    raise wrong_event(line, "part of a chat completion") from error
                 for piece in pieces:
                     first_s = first_s or time.monotonic()
                     yield piece

@@ -33,7 +33,6 @@ from workers.models.registry import parse_model_config
 _PAGE_SIZE = 64
 _CHUNK_TOKENS = 8192
 
-
 Tokens = Sequence[Sequence[int]]
 """Token ids of each request of a batch, of equal length."""
 
