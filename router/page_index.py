@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cluster.spec.ids import Incarnation, Peer, ReplicaId
 from cluster.spec.kv import extend_page_keys
@@ -57,9 +58,10 @@ class KeySet(Set[bytes]):
     traverse such a set, but does not traverse a dict of bytes.
     """
 
-    __slots__ = ("_part_of", "_parts")
+    __slots__ = ("_num_keys", "_part_of", "_parts")
 
     def __init__(self) -> None:
+        self._num_keys = 0
         self._parts: list[dict[bytes, None]] = [{} for _ in _SHARES]
         self._part_of = [part for part, share in zip(self._parts, _SHARES, strict=True) for _ in range(share)]
 
@@ -71,25 +73,31 @@ class KeySet(Set[bytes]):
             yield from part
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts))
+        return self._num_keys
 
     def add_all(self, keys: Iterable[bytes]) -> None:
         part_of = self._part_of
         for key in keys:
             part_of[key[0]][key] = None
+        self._num_keys = sum(map(len, self._parts))
 
     def remove_all(self, keys: Iterable[bytes]) -> None:
         part_of = self._part_of
         for key in keys:
             part_of[key[0]].pop(key, None)
+        self._num_keys = sum(map(len, self._parts))
 
 
-@dataclass(frozen=True, slots=True)
-class TierWeights:
-    """Value of a page in each lower tier, relative to 1 on the device."""
+class CachedPages(NamedTuple):
+    """Number of a prompt's leading pages that a replica can read: first on its device, then in each lower tier."""
 
-    host: float = 0.0
-    storage: float = 0.0
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+    @property
+    def in_memory(self) -> int:
+        return self.device + self.host
 
 
 class LowerTiers:
@@ -117,24 +125,26 @@ class LowerTiers:
     def is_known(self, key: bytes) -> bool:
         return key in self._stored or any(key in keys for keys in self._host.values())
 
-    def weighted_count(self, owner: Owner, keys: Sequence[bytes], weights: TierWeights) -> float:
-        """Return the weighted number of leading keys that are in the replica's host memory or in storage."""
-        if not self._host and not self._stored:
-            return 0.0
-        host = self._host.get(owner, frozenset[bytes]())
-        total, found = 0.0, list[bytes]()
-        for key in keys:
-            if key in host:
-                total += weights.host
-            elif key in self._stored:
-                found.append(key)
-                total += weights.storage
-            else:
-                break
+    def host_end(self, owner: Owner, keys: Sequence[bytes], begin: int) -> int:
+        """Return the index of the first of these keys, from ``begin`` on, that is not in the replica's host memory."""
+        host = self._host.get(owner)
+        if host is None:
+            return begin
+        return next((index for index in range(begin, len(keys)) if keys[index] not in host), len(keys))
+
+    def stored_ends(self, keys: Sequence[bytes]) -> Sequence[int]:
+        """Return, for each key, the index of the next one that is not in storage, and mark stored keys as used."""
+        if not self._stored:
+            return range(len(keys))
+        end, ends = len(keys), list[int]()
         # The first pages of a prefix are evicted last because the others are useless without them.
-        for key in reversed(found):
-            self._stored.move_to_end(key)
-        return total
+        for index in reversed(range(len(keys))):
+            if keys[index] in self._stored:
+                self._stored.move_to_end(keys[index])
+            else:
+                end = index
+            ends.append(end)
+        return ends[::-1]
 
     def _update_stored(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         for key in removed:
@@ -214,10 +224,18 @@ class PageIndex:
     def is_known(self, key: bytes) -> bool:
         return any(key in known.keys for known in self._known.values()) or self._below.is_known(key)
 
-    def weighted_count(self, peer: Peer, keys: Sequence[bytes], weights: TierWeights) -> float:
-        """Return the weighted number of leading pages of a prompt that a replica can read from any tier."""
-        num_here = self.count(peer, keys)
-        return num_here + self._below.weighted_count((peer.replica, peer.incarnation), keys[num_here:], weights)
+    def cached(self, peers: Iterable[Peer], keys: Sequence[bytes]) -> list[CachedPages]:
+        """Return for each replica how many leading pages of a prompt it has in which tier."""
+        if not keys:
+            return [CachedPages() for _ in peers]
+        # Replicas share the storage, so a long prompt is looked up there once, not once per replica.
+        stored_ends = [*self._below.stored_ends(keys), len(keys)]
+        cached = []
+        for peer in peers:
+            device_end = self.count(peer, keys)
+            host_end = self._below.host_end((peer.replica, peer.incarnation), keys, device_end)
+            cached.append(CachedPages(device_end, host_end - device_end, stored_ends[host_end] - host_end))
+        return cached
 
     def count(self, peer: Peer, keys: Sequence[bytes]) -> int:
         """Return the number of leading pages of a prompt that a replica has on its device."""

@@ -6,7 +6,7 @@ it in ``POLICIES``.
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 import msgspec
@@ -15,7 +15,7 @@ from cluster.spec.config import DeployConfig, PolicyName
 from cluster.spec.ids import Peer, Role, Room
 from cluster.spec.worker_spec import ALONE, RouterShare
 from router.directory import Breakers, Directory, Load, LoadBook
-from router.page_index import PageIndex, TierWeights
+from router.page_index import CachedPages, PageIndex
 from router.request import ANYBODY, GenerateRequest, KnownTokens, Placement
 
 _MOST_PER_FREE = 4
@@ -23,10 +23,8 @@ _MOST_PER_FREE = 4
 _PREFIX_AWARE = "prefix_aware"
 MAX_KNOWN_PAGES = 1 << 22
 """Maximum number of page keys that the router stores for all replicas, at about 100 bytes each."""
-_WEIGHTS = TierWeights(host=0.9, storage=0.6)
-"""Page values of the lower tiers: copying from host memory beats computing, but storage may deliver too late."""
-_ALL_TIERS = TierWeights(host=1.0, storage=1.0)
-_MEMORY = TierWeights(host=1.0)
+_HOST_WEIGHT, _STORAGE_WEIGHT = 0.9, 0.6
+"""Value of a page in a lower tier relative to the device: copying beats computing, but storage may be too late."""
 MAX_IMBALANCE, MAX_RATIO = 32, 2.0
 """Limits on the difference and ratio of open requests between the busiest and the least busy replica.
 
@@ -40,6 +38,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     load: Load
     cached_tokens: int = 0
     """Prompt tokens in the replica's cache, weighted by tier; 0 if replicas of its role do not report their pages."""
+    pages: CachedPages = CachedPages()
+    """Leading pages of the prompt in the replica's cache."""
 
 
 class PickInputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +131,10 @@ def _rotated(candidates: Sequence[Candidate], inputs: PickInputs) -> list[Candid
     return [*candidates[first:], *candidates[:first]]
 
 
+def _worth(pages: CachedPages) -> float:
+    return pages.device + _HOST_WEIGHT * pages.host + _STORAGE_WEIGHT * pages.storage
+
+
 class Picker:
     """Chooses replicas for one router process, which uses its share of each replica's capacity."""
 
@@ -162,11 +166,11 @@ class Picker:
 
     def why_full(self, requests: Sequence[GenerateRequest], now_s: float) -> str | None:
         """Return the reason why a queue is full, or None if the requests can be sent."""
-        if not self._with_room(self._peers(Role.PREFILL, now_s)):
+        if not any(map(self._has_room, self._peers(Role.PREFILL, now_s))):
             limit = f"{self._max_queued_tokens} prompt tokens or more (prefill.max_queued_tokens)"
             return f"the queue is full: {limit} wait at every prefill replica; try again later"
         num_tokens, tenant = sum(request.decode_len for request in requests), requests[0].tenant
-        if not self._with_pages(self._peers(Role.DECODE, now_s), num_tokens, tenant):
+        if not any(self._has_pages(peer, num_tokens, tenant) for peer in self._peers(Role.DECODE, now_s)):
             limit = f"the tokens of every decode replica could exceed {self._max_fill:g} times its KV pool"
             own = "" if tenant == ANYBODY else f", or those of this key {_MOST_PER_FREE} times what is free"
             return f"the queue is full: with this request, {limit}{own} (decode.max_fill); try again later"
@@ -178,29 +182,23 @@ class Picker:
         decodes = self._peers(Role.DECODE, now_s, avoided)
         if not prefills or not decodes:
             return None
-        decode = self._choose(
-            Role.DECODE, self._with_pages(decodes, request.max_len, request.tenant) or decodes, request, room
-        )
-        if request.is_probe or self._skips_prefill(decode.peer, request):
+        with_pages = [peer for peer in decodes if self._has_pages(peer, request.max_len, request.tenant)]
+        decode = self._choose(Role.DECODE, with_pages or decodes, request, room)
+        if request.is_probe or self._skips_prefill(decode, request):
             return Placement(prefill=None, decode=decode.peer)
-        prefill = self._choose(Role.PREFILL, self._with_room(prefills) or prefills, request, room)
-        known = KnownTokens()
-        if prefill.cached_tokens:
-            total, in_memory = (
-                self._known_tokens(Role.PREFILL, prefill.peer, request, tiers) for tiers in (_ALL_TIERS, _MEMORY)
-            )
-            known = KnownTokens(total, in_memory)
+        with_room = [peer for peer in prefills if self._has_room(peer)]
+        prefill = self._choose(Role.PREFILL, with_room or prefills, request, room)
+        known = KnownTokens(sum(prefill.pages) * self._page_size, prefill.pages.in_memory * self._page_size)
         return Placement(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens, known=known)
 
     def _choose(self, role: Role, peers: Sequence[Peer], request: GenerateRequest, room: Room) -> Candidate:
         keys = self._keys(role, request)
+        cached = self.pages.cached(peers, keys)
         candidates = [
             Candidate(
-                peer=peer,
-                load=self._load.of(peer),
-                cached_tokens=int(self.pages.weighted_count(peer, keys, _WEIGHTS) * self._page_size),
+                peer=peer, load=self._load.of(peer), cached_tokens=int(_worth(pages) * self._page_size), pages=pages
             )
-            for peer in peers
+            for peer, pages in zip(peers, cached, strict=True)
         ]
         number, unit = next(self._numbers[role]), self._random.random()
         inputs = PickInputs(number=number, unit=unit, room=room, session_id=request.session_id)
@@ -213,35 +211,28 @@ class Picker:
             peers = [peer for peer in peers if peer not in avoided] or peers
         return self._breakers.allowed(peers, now_s)
 
-    def _with_room(self, peers: Iterable[Peer]) -> list[Peer]:
-        """Return the replicas below the limit, whatever the next request's length, so that long requests get a turn."""
-        return [peer for peer in peers if self._load.of(peer).num_tokens < self._max_queued_tokens]
+    def _has_room(self, peer: Peer) -> bool:
+        """Return whether a replica is below the limit, whatever the next length, so that long requests get a turn."""
+        return self._load.of(peer).num_tokens < self._max_queued_tokens
 
-    def _with_pages(self, peers: Iterable[Peer], num_tokens: int, tenant: str) -> list[Peer]:
-        """Return the replicas that are idle or have capacity for these tokens.
+    def _has_pages(self, peer: Peer, num_tokens: int, tenant: str) -> bool:
+        """Return whether a replica is idle or has capacity for these tokens.
 
         A tenant may hold a multiple of what is free, so that some is always free for others: a dynamic threshold
         (Choudhury and Hahne, 1998), as in switches whose ports share a buffer.
         """
+        load, pool_tokens = self._load.of(peer), self._directory.pool_tokens_of(peer)
+        if pool_tokens is None or not load.num_requests:
+            return True
+        free = pool_tokens * self._max_fill - load.num_tokens
+        held = self._load.tokens_of(peer, tenant) if tenant != ANYBODY else 0
+        return num_tokens <= free and held + num_tokens <= _MOST_PER_FREE * free
 
-        def fits(peer: Peer) -> bool:
-            load, pool_tokens = self._load.of(peer), self._directory.pool_tokens_of(peer)
-            if pool_tokens is None or not load.num_requests:
-                return True
-            free = pool_tokens * self._max_fill - load.num_tokens
-            held = self._load.tokens_of(peer, tenant) if tenant != ANYBODY else 0
-            return num_tokens <= free and held + num_tokens <= _MOST_PER_FREE * free
-
-        return [peer for peer in peers if fits(peer)]
-
-    def _skips_prefill(self, decode: Peer, request: GenerateRequest) -> bool:
+    def _skips_prefill(self, decode: Candidate, request: GenerateRequest) -> bool:
         """Return whether decode computes the prompt. Pages in storage do not count, since they may come too late."""
         limit = self._skip_below_tokens
-        return limit > 0 and len(request.prompt_ids) - self._known_tokens(Role.DECODE, decode, request, _MEMORY) < limit
-
-    def _known_tokens(self, role: Role, peer: Peer, request: GenerateRequest, tiers: TierWeights) -> int:
-        """Return the number of prompt tokens that a replica has in tiers with weight 1."""
-        return int(self.pages.weighted_count(peer, self._keys(role, request), tiers)) * self._page_size
+        num_cached = decode.pages.in_memory * self._page_size
+        return limit > 0 and len(request.prompt_ids) - num_cached < limit
 
     def _keys(self, role: Role, request: GenerateRequest) -> Sequence[bytes]:
         """Return the keys of the prompt's pages that replicas of this role may have cached."""

@@ -8,7 +8,7 @@ from cluster.spec.ids import Peer
 from cluster.spec.kv import page_keys
 from cluster.spec.messages import KvEvents
 from cluster.spec.tiers import Tier
-from router.page_index import KeySet, PageIndex, PromptKeys, TierWeights
+from router.page_index import CachedPages, KeySet, PageIndex, PromptKeys
 from tests.fakes.bootstrap import peer_of
 
 ONE, OTHER = peer_of("prefill-0"), peer_of("prefill-1")
@@ -94,7 +94,6 @@ def test_memory_is_bounded_over_all_replicas() -> None:
 def test_pages_below_the_device_count_by_where_they_are() -> None:
     index = PageIndex(4)
     index.update([ONE, OTHER], 0.0)
-    weights = TierWeights(host=0.5, storage=0.25)
     reported = [
         events(0, "a"),
         replace(events(1, "bc"), tier=Tier.HOST),
@@ -102,30 +101,35 @@ def test_pages_below_the_device_count_by_where_they_are() -> None:
         replace(events(1, "abcdef", peer=OTHER), tier=Tier.STORAGE),
     ]
     assert not any(index.on_kv_events(message, 0.0) for message in reported)
-    assert index.weighted_count(ONE, keys("abcdef"), weights) == 1 + 2 * 0.5 + 0.25
-    assert index.weighted_count(OTHER, keys("abcdef"), weights) == 4 * 0.25, "more stored pages are kept than may be"
-    assert index.weighted_count(ONE, keys("bx"), weights) == 0.5
+    one, other = index.cached([ONE, OTHER], keys("abcdef"))
+    assert one == CachedPages(device=1, host=2, storage=1)
+    assert other == CachedPages(storage=4), "more stored pages are kept than may be"
+    assert index.cached([ONE], keys("bx")) == [CachedPages(host=1)]
     index.on_kv_events(replace(events(2, removed="b"), tier=Tier.HOST), 0.0)
-    assert index.weighted_count(ONE, keys("abc"), weights) == 1 + 0.25 + 0.5
+    assert index.cached([ONE], keys("abc")) == [CachedPages(device=1, storage=2)], "page c comes after one of storage"
     index.on_kv_events(events(0), 0.0)
-    assert index.weighted_count(ONE, keys("abc"), weights) == 3 * 0.25
+    assert index.cached([ONE], keys("abc")) == [CachedPages(storage=3)]
     assert index.count(ONE, keys("abc")) == 0
 
 
 def test_the_index_keeps_the_most_recently_used_stored_pages() -> None:
-    index, weights = PageIndex(4), TierWeights(storage=1.0)
+    index = PageIndex(4)
     index.update([ONE], 0.0)
     reported = [
         events(0),
         *(replace(events(number, stored), tier=Tier.STORAGE) for number, stored in ((1, "abcd"), (2, "xy"))),
     ]
     assert not any(index.on_kv_events(message, 0.0) for message in reported)
-    assert [index.weighted_count(ONE, keys(prompt), weights) for prompt in ("abcd", "xy")] == [2, 2]
-    assert index.weighted_count(ONE, keys("ab"), weights) == 2
+
+    def num_stored(*prompts: str) -> list[int]:
+        return [index.cached([ONE], keys(prompt))[0].storage for prompt in prompts]
+
+    assert num_stored("abcd", "xy") == [2, 2]
+    assert num_stored("ab") == [2]
     index.on_kv_events(replace(events(3, "z"), tier=Tier.STORAGE), 0.0)
-    assert [index.weighted_count(ONE, keys(prompt), weights) for prompt in ("ab", "xy", "z")] == [2, 1, 1]
+    assert num_stored("ab", "xy", "z") == [2, 1, 1]
     index.on_kv_events(replace(events(4, removed="a"), tier=Tier.STORAGE), 0.0)
-    assert index.weighted_count(ONE, keys("ab"), weights) == 0
+    assert num_stored("ab") == [0]
 
 
 _KEYS = st.lists(st.binary(min_size=2, max_size=2), max_size=40)
