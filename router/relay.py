@@ -5,10 +5,9 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from cluster.bootstrap.client import WATCH_S
 from cluster.channel import AsyncInbox, Outbox
 from cluster.logs import with_facts
-from cluster.spec.clock import Clock
+from cluster.spec.clock import HEARTBEAT_S, Clock
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Peer, Role
 from cluster.spec.messages import (
@@ -198,13 +197,13 @@ class Relay:
 
     @property
     def watch_s(self) -> float:
-        """Maximum time for which the table may keep back an answer if nothing changes."""
-        return LOOK_S if self._directory.is_missing_any else WATCH_S
+        """Maximum time for which the table may keep back an answer if nothing urgent changes."""
+        return LOOK_S if self._directory.is_missing_any else HEARTBEAT_S
 
     def on_table(self, snapshot: TableSnapshot | None) -> None:
         """Handle an answer of the table, None if nothing has changed."""
         now_s = self._clock.now_s()
-        before = self._directory.peers(*Role)
+        before = {*self._directory.peers(*Role)}
         self._give_up(self._directory.update(snapshot, now_s))
         for peer in self._directory.peers(*Role):
             if peer not in before:

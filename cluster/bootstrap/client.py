@@ -17,9 +17,9 @@ from cluster.spec.registry import Heartbeat, RankRecord, ReplicaLoad, TableSnaps
 _log = logging.getLogger(__name__)
 
 WATCH_S = 30.0
-"""Maximum time for which a watch waits for a change."""
+"""Maximum time for which a watch waits for an urgent change."""
 _ANSWER_S = 5.0
-"""Maximum time of an answer beyond the wait for a change."""
+"""Maximum time of an answer beyond the wait."""
 _RECONNECT_S = 0.5
 """Delay before reconnecting. It is shorter than a lease, so leases survive a restart of the service."""
 _NO_VERSION = -1
@@ -64,7 +64,7 @@ class BootstrapClient:
         return snapshot
 
     def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
-        """Wait for a table whose version differs from ``version``; return None after the timeout."""
+        """Wait for an urgent change since ``version``; after the timeout, return None if nothing has changed."""
         reply = self._call("GET", _watch_path(version, timeout_s), timeout_s=timeout_s + _ANSWER_S)
         return _snapshot(reply)
 
@@ -92,7 +92,7 @@ class BootstrapClient:
 async def follow_table_async(
     url: str, token: str, poll_s: Callable[[], float] = lambda: WATCH_S
 ) -> AsyncGenerator[TableSnapshot | None, None]:
-    """Yield the table now, after every change and after every error; None if it is unchanged after ``poll_s``.
+    """Yield the table now, after every urgent change, every error and every ``poll_s``; None if it is unchanged.
 
     Unlike ``follow_table``, yield nothing while the service is unavailable.
     """
@@ -118,7 +118,9 @@ def follow_table(
     poll_s: Callable[[], float],
     on_lost: Callable[[], None] = lambda: None,
 ) -> Iterator[TableSnapshot | None]:
-    """Yield the table now, after every change and after every error; None if it is unchanged or unavailable.
+    """Yield the table now, after every urgent change, every error and every ``poll_s``.
+
+    Yield None if it is unchanged or unavailable.
 
     Args:
         watch: waits for a table as `BootstrapClient.watch` does.

@@ -72,7 +72,14 @@ class BootstrapTable:
         self._replicas: dict[ReplicaId, _Replica] = {}
         self._ended: dict[ReplicaId, Incarnation] = {}
         self._reaped: dict[ReplicaId, Incarnation] = {}
+        self._snapshot: TableSnapshot | None = None
         self.version = first_version
+        self.urgent_version = first_version
+        """Version of the latest change that watchers see at once.
+
+        Changes of a replica's load are not urgent: with many replicas, each would otherwise read the whole table many
+        times a second.
+        """
 
     def register(self, record: RankRecord) -> None:
         """Add one record. Idempotent; a higher incarnation replaces all records of a lower one.
@@ -84,14 +91,14 @@ class BootstrapTable:
         replica = self._current(record.replica, record.incarnation)
         if replica is None:
             self._replicas[record.replica] = replica = _Replica(record)
-            self.version += 1
+            self._change()
             return
         known = replica.records.get(record.coords)
         _check_against(record, known, replica.first)
         if known is None:
             replica.records[record.coords] = record
             replica.digest = records_digest(replica.records.values())
-            self.version += 1
+            self._change(is_urgent=False)
 
     def heartbeat(self, beat: Heartbeat, now_s: float) -> None:
         """Renew the lease of rank 0, and record the replica's load.
@@ -107,7 +114,8 @@ class BootstrapTable:
                 f"{beat.replica}, incarnation {beat.incarnation}: the registered records do not match the "
                 "heartbeat's digest; send every record again",
             )
-        self.version += replica.load != beat.load
+        if beat.load != replica.load:
+            self._change(is_urgent=beat.load.draining != replica.load.draining)
         replica.load = beat.load
         for rank in range(1, len(replica.records)):
             replica.lease_ends_s.setdefault(rank, now_s + self._lease_s)
@@ -129,10 +137,10 @@ class BootstrapTable:
         """Remove an incarnation and all earlier ones; ``reaped`` means that their processes are confirmed dead."""
         if incarnation > self._ended.get(replica, Incarnation(0)):
             self._ended[replica] = incarnation
-            self.version += 1
+            self._change()
         if reaped and incarnation > self._reaped.get(replica, Incarnation(0)):
             self._reaped[replica] = incarnation
-            self.version += 1
+            self._change()
         current = self._replicas.get(replica)
         if current and current.first.incarnation <= incarnation:
             del self._replicas[replica]
@@ -142,21 +150,36 @@ class BootstrapTable:
             for rank in [rank for rank, end_s in replica.lease_ends_s.items() if end_s <= now_s]:
                 del replica.lease_ends_s[rank]
                 replica.silent.add(rank)
-                self.version += 1
+                self._change()
 
     def snapshot(self, now_s: float) -> TableSnapshot:
         self.expire(now_s)
-        return TableSnapshot(
-            version=self.version,
-            replicas=tuple(self._replicas[replica].entry() for replica in sorted(self._replicas)),
-            reaped=dict(self._reaped),
-        )
+        if self._snapshot is None or self._snapshot.version != self.version:
+            self._snapshot = TableSnapshot(
+                version=self.version,
+                replicas=tuple(self._replicas[replica].entry() for replica in sorted(self._replicas)),
+                reaped=dict(self._reaped),
+            )
+        return self._snapshot
+
+    def is_outdated(self, version: int) -> bool:
+        """Return whether a table of this version lacks an urgent change.
+
+        Versions from the future do too: a restarted service may start from any number.
+        """
+        return not self.urgent_version <= version <= self.version
 
     def _renew(self, replica: "_Replica", rank: int, now_s: float) -> None:
         was = (replica.ready, rank in replica.silent)
         replica.silent.discard(rank)
         replica.lease_ends_s[rank] = now_s + self._lease_s
-        self.version += (replica.ready, False) != was
+        if (replica.ready, False) != was:
+            self._change()
+
+    def _change(self, *, is_urgent: bool = True) -> None:
+        self.version += 1
+        if is_urgent:
+            self.urgent_version = self.version
 
     def _current(self, replica: ReplicaId, incarnation: Incarnation) -> "_Replica | None":
         """Return the replica if this incarnation is registered; None if it would be new."""
@@ -242,7 +265,7 @@ class WatchedTable:
         self.table = table
         self._clock = clock
         self._attentive_clock = AttentiveClock(LAG_S)
-        self._seen_version = table.version
+        self._seen_version = table.urgent_version
         self._changed = asyncio.Event()
         self._closing = False
 
@@ -251,14 +274,14 @@ class WatchedTable:
         return self._attentive_clock.look(self._clock.now_s())
 
     def look(self) -> None:
-        """Expire leases, and wake the watchers if the table has changed. The service's loop calls this regularly."""
+        """Expire leases, and wake the watchers after an urgent change. The service's loop calls this regularly."""
         self.table.expire(self.now_s())
         self.wake_if_changed()
 
     def wake_if_changed(self) -> None:
-        """Wake the watchers if the table has changed. Call this after every request that may change it."""
-        if self.table.version != self._seen_version:
-            self._seen_version = self.table.version
+        """Wake the watchers after an urgent change. Call this after every request that may change the table."""
+        if self.table.urgent_version != self._seen_version:
+            self._seen_version = self.table.urgent_version
             self._wake()
 
     def close(self) -> None:
@@ -267,17 +290,14 @@ class WatchedTable:
         self._wake()
 
     async def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
-        """Wait for a table whose version differs from ``version``; return None after the timeout.
-
-        A lower version counts too, because a restarted service may start from any number.
-        """
+        """Wait for an urgent change since ``version``; after the timeout, return None if nothing has changed."""
         deadline_s = self._clock.now_s() + timeout_s
         while True:
             changed, left_s = self._changed, deadline_s - self._clock.now_s()
-            snapshot = self.table.snapshot(self.now_s())
-            if snapshot.version != version:
+            snapshot, is_over = self.table.snapshot(self.now_s()), left_s <= 0 or self._closing
+            if self.table.is_outdated(version) or (is_over and snapshot.version != version):
                 return snapshot
-            if left_s <= 0 or self._closing:
+            if is_over:
                 return None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), left_s)

@@ -24,6 +24,7 @@ Request = Callable[[BootstrapTable, float], None]
 @dataclass(slots=True, eq=False)
 class _Watcher:
     machine: str
+    watch_s: float
     on_table: OnTable
     seen_version: int = -1
     is_due: bool = False
@@ -46,7 +47,6 @@ class Bootstrap:
         """Current table; None while the service is down."""
         self._loop = Loop()
         self._watchers: list[_Watcher] = []
-        self._snapshot: TableSnapshot | None = None
 
     def start(self) -> None:
         """Serve a new table. As in the real service, its version numbers begin at the current time."""
@@ -67,20 +67,23 @@ class Bootstrap:
         """Return the table; None while the service does not answer."""
         if self._watched is None or self._loop.is_frozen:
             return None
-        if self._snapshot is None or self._snapshot.version != self._watched.table.version:
-            self._snapshot = self._watched.table.snapshot(self._watched.now_s())
-        return self._snapshot
+        return self._watched.table.snapshot(self._watched.now_s())
 
     def call(self, machine: str, request: Request, on_answer: Answer) -> None:
         """Call the table from a machine. ``on_answer`` gets None or the error."""
         self._env.after(self._delay_s(machine), partial(self._arrive, _Call(machine, request, on_answer)))
 
-    def watch(self, machine: str, on_table: OnTable) -> Callable[[], None]:
-        """Call ``on_table`` with new tables. Return a function that ends the watch."""
-        watcher = _Watcher(machine, on_table)
+    def watch(self, machine: str, watch_s: float, on_table: OnTable) -> Callable[[], None]:
+        """Call ``on_table`` after urgent changes, and after others every ``watch_s``; return a function to end it."""
+        watcher = _Watcher(machine, watch_s, on_table)
         self._watchers.append(watcher)
-        self._make_due(watcher)
+        self._poll(watcher)
         return partial(self._watchers.remove, watcher)
+
+    def _poll(self, watcher: _Watcher) -> None:
+        if watcher in self._watchers:
+            self._make_due(watcher)
+            self._env.after(watcher.watch_s, partial(self._poll, watcher))
 
     def _arrive(self, call: _Call) -> None:
         if self._watched is None or self._env.network.is_cut(call.machine, HOME):
@@ -120,7 +123,7 @@ class Bootstrap:
 
     def _announce(self) -> None:
         for watcher in self._watchers:
-            if self._watched is not None and watcher.seen_version != self._watched.table.version:
+            if self._watched is not None and self._watched.table.is_outdated(watcher.seen_version):
                 self._make_due(watcher)
 
     def _make_due(self, watcher: _Watcher) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from cluster.bootstrap.client import WATCH_S
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, records_digest
 from cluster.simulator.bootstrap import Bootstrap
 from cluster.simulator.environment import HOME, Environment, machine_of
@@ -56,7 +57,7 @@ class LeaderProcess(RankProcess):
         self._outgoing: list[tuple[str, Message]] = []
         """Checked messages that are still to be sent."""
         self._unwatch = bootstrap.watch(
-            machine_of(self.address), lambda snapshot: self.receive(TableUpdate(snapshot=snapshot))
+            machine_of(self.address), WATCH_S, lambda snapshot: self.receive(TableUpdate(snapshot=snapshot))
         )
         self.every(HEARTBEAT_S, self._beat, self.in_thread)
         self.every(IDLE_WAIT_S, self._run_round)

@@ -9,7 +9,7 @@ from cluster.simulator.memory import Violation
 from cluster.simulator.promises import CancelCheck, Client, End
 from cluster.simulator.replica import LeaderProcess
 from cluster.simulator.scenario import PAGE_SIZE, ClientRequest
-from cluster.spec.clock import LEASE_S
+from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Role, Room
@@ -98,7 +98,9 @@ class RouterProcess(Process):
         self._bootstrap = bootstrap
         self._is_asking = False
         """True while an answer of the bootstrap service is due."""
-        self._unwatch = bootstrap.watch(HOME, lambda snapshot: self.when_running(partial(self._on_table, snapshot)))
+        self._unwatch = bootstrap.watch(
+            HOME, HEARTBEAT_S, lambda snapshot: self.when_running(partial(self._on_table, snapshot))
+        )
         self.every(_POLL_S, self._poll)
 
     @property

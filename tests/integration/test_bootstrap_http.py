@@ -173,6 +173,20 @@ def test_watch_returns_on_change_on_expiry_and_on_time(url: str, client: Bootstr
     other.close()
 
 
+def test_a_changed_load_waits_for_the_end_of_the_watch(url: str, client: BootstrapClient) -> None:
+    make_ready(client)
+    version = client.table().version
+    other = BootstrapClient(url, TOKEN)
+    busy = msgspec.structs.replace(BEAT, load=ReplicaLoad(num_tokens=7))
+    threading.Timer(0.05, other.heartbeat, [busy]).start()
+    before_s = time.monotonic()
+    snapshot = client.watch(version, 0.5)
+    assert time.monotonic() - before_s >= 0.5
+    assert snapshot is not None
+    assert [one.load.num_tokens for one in snapshot.replicas] == [7]
+    other.close()
+
+
 def test_ending_service_answers_its_watchers() -> None:
     server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
     client = BootstrapClient(server.start(), TOKEN)

@@ -250,12 +250,12 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Conditions, str]] = [
     (layer_defects.continue_without_the_window, windows, EARLY_READ),
     (layer_defects.reserve_too_little_of_a_window, windows, EARLY_READ),
     (layer_defects.skip_loading_the_window, windows_below, EARLY_READ),
-    (layer_defects.use_the_first_lifetime_for_all_pages, windows_below, EARLY_READ),
+    (layer_defects.use_the_first_lifetime_for_all_pages, windows_below, FOREIGN_PAGE),
     (defects.free_on_timeout, unchanged, f"{FOREIGN_WRITE}|{EARLY_READ}"),
     (defects.count_the_same_sender_twice, repeated_messages, EARLY_READ),
     (router_defects.reuse_a_room, unchanged, f"{FAILS_IN_CALM}|{EARLY_READ}"),
     (defects.restart_next_to_remaining_ranks, ranks_that_die_elsewhere, FOREIGN_WRITE),
-    (defects.ignore_the_incarnation, dying_ranks, FOREIGN_WRITE),
+    (defects.ignore_the_incarnation, machine_lost_at_the_start, FOREIGN_WRITE),
     (defects.accept_messages_to_an_earlier_start, late_messages, OTHER_START),
     (defects.accept_messages_from_an_earlier_start, late_messages, f"{FOREIGN_WRITE}|{EARLY_READ}"),
     (defects.accept_any_submit, restarts_in_place, OTHER_START),
@@ -313,9 +313,11 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Conditions, str]] = [
 ]
 """Each defect, the conditions in which it is caught, and the broken promise."""
 SHOWN_BY: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    defects.restart_next_to_remaining_ranks: 797,
+    defects.restart_next_to_remaining_ranks: 868,
     defects.repeat_tickets_for_ever: 19,
-    router_defects.continue_at_output_0: 38,
+    router_defects.continue_at_output_0: 36,
+    layer_defects.read_layers_before_they_are_loaded: 69,
+    layer_defects.announce_a_layer_too_many: 69,
 }
 """Seeds that reveal the rarest defects. They are tried first."""
 FAULTLESS = [*dict.fromkeys(each for _, each, _ in DEFECTS if each is not unchanged), cold_tiers_of_shared_heads]

@@ -20,7 +20,7 @@ from cluster.spec.tiers import TierJobKind
 from tests.simulation import defects
 
 ROOT = Path(__file__).parents[2]
-FAILING_SEED = 36
+FAILING_SEED = 69
 """Seed in which the planted defect breaks a promise."""
 
 TRACE = """

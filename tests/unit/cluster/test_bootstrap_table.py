@@ -24,12 +24,12 @@ P0 = ReplicaId("prefill-0")
 CP2 = sizes(cp=2)
 
 
-def beat_of(records: list[RankRecord], num_tokens: int = 0) -> Heartbeat:
+def beat_of(records: list[RankRecord], num_tokens: int = 0, *, draining: bool = False) -> Heartbeat:
     return Heartbeat(
         replica=records[0].replica,
         incarnation=records[0].incarnation,
         records_digest=records_digest(records),
-        load=ReplicaLoad(num_tokens=num_tokens),
+        load=ReplicaLoad(num_tokens=num_tokens, draining=draining),
     )
 
 
@@ -153,6 +153,11 @@ def test_unchanged_load_changes_no_version_and_changed_load_does() -> None:
     table.heartbeat(beat_of(records, num_tokens=7), 1.0)
     assert table.version == version + 1
     assert entry(table, 1.0).load.num_tokens == 7
+    assert not table.is_outdated(version), "counts alone wake no watcher"
+    table.heartbeat(beat_of(records, num_tokens=7, draining=True), 1.0)
+    assert table.is_outdated(version + 1)
+    assert not table.is_outdated(table.version)
+    assert table.is_outdated(table.version + 1), "the version of a table before the service restarted"
 
 
 def test_higher_incarnation_replaces_all_records() -> None:
