@@ -209,21 +209,29 @@ _METRICS = (
 )
 
 
-def replica_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
-    entries = snapshot.replicas if snapshot else ()
-    for metric in _METRICS:
-        yield metric.collect(entries)
-    help_text = "Time of each tier job, including the queue."
-    times = HistogramMetricFamily("baton_tier_job_seconds", help_text, labels=["replica", *_JOB_LABELS])
-    for entry in entries:
-        for work, _, at in _jobs(entry):
-            buckets = buckets_of(JOB_BOUNDS_S, work.num_within)
-            times.add_metric([entry.replica, *at], buckets, work.waited_s + work.busy_s)
-    yield times
+@dataclass(frozen=True, eq=False)
+class ReplicaMetrics(Collector):
+    """Last heartbeats of replicas and ranks, which any thread may collect."""
+
+    snapshot: TableSnapshot | None
+
+    def collect(self) -> Iterator[Metric]:
+        entries = self.snapshot.replicas if self.snapshot else ()
+        for metric in _METRICS:
+            yield metric.collect(entries)
+        help_text = "Time of each tier job, including the queue."
+        times = HistogramMetricFamily("baton_tier_job_seconds", help_text, labels=["replica", *_JOB_LABELS])
+        for entry in entries:
+            for work, _, at in _jobs(entry):
+                buckets = buckets_of(JOB_BOUNDS_S, work.num_within)
+                times.add_metric([entry.replica, *at], buckets, work.waited_s + work.busy_s)
+        yield times
 
 
 @dataclass(frozen=True, eq=False)
 class StateMetrics(Collector):
+    """State of the router."""
+
     requests: RequestTable
     directory: Directory
     gate: Gate
@@ -250,7 +258,6 @@ class StateMetrics(Collector):
             "message_dropped", "Ignored messages by reason.", "reason", requests.dropped + self.inbox.dropped
         )
         yield from self._readiness()
-        yield from replica_metrics(self.directory.snapshot)
 
     def _readiness(self) -> Iterator[Metric]:
         ready = GaugeMetricFamily("baton_ready_replicas", "Replicas that accept requests.", labels=["role"])

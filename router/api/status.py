@@ -1,11 +1,12 @@
 """Routes about the model, the router and the cluster, for clients, load balancers, Prometheus and people."""
 
+import asyncio
 from http import HTTPStatus
 from math import inf
 
 import msgspec
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -22,6 +23,7 @@ from router.preprocess.job import JsonText, Route
 from router.preprocess.preprocessor import DetokenizeRequest, TokenizeRequest
 from router.request_trace import RequestTrace
 from router.service import Service
+from router.state_metrics import ReplicaMetrics
 
 
 def model_routes(service: Service) -> APIRouter:
@@ -82,7 +84,7 @@ def state_routes(service: Service) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """Return metrics in Prometheus text format."""
-        text = rendering.since(arrival_of(request).arrived_s)
+        text = await rendering.since(arrival_of(request).arrived_s)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     @router.get("/cluster", dependencies=[key_needed(service)])
@@ -102,19 +104,28 @@ def state_routes(service: Service) -> APIRouter:
 
 
 class _Rendering:
-    """Newest text of the metrics, which takes milliseconds to write. It answers all requests that waited for it."""
+    """Newest text of the metrics. It answers all requests that waited for it."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._lock = asyncio.Lock()
         self._begun_s = -inf
         self._text = b""
 
-    def since(self, arrived_s: float) -> bytes:
+    async def since(self, arrived_s: float) -> bytes:
         """Return the metrics as of ``arrived_s`` or later."""
-        if arrived_s >= self._begun_s:
-            self._begun_s = self._service.relay.now_s()
-            self._text = generate_latest(self._service.metrics.registry)
-        return self._text
+        async with self._lock:
+            if arrived_s >= self._begun_s:
+                begun_s = self._service.relay.now_s()
+                self._text = await self._render()
+                self._begun_s = begun_s
+            return self._text
+
+    async def _render(self) -> bytes:
+        replicas = CollectorRegistry()
+        replicas.register(ReplicaMetrics(self._service.directory.snapshot))
+        # Dozens of replicas take a tenth of a second, for which no stream should wait.
+        return generate_latest(self._service.metrics.registry) + await asyncio.to_thread(generate_latest, replicas)
 
 
 def _ended(name: str, trace: RequestTrace | None) -> RequestTrace:

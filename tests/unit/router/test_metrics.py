@@ -30,7 +30,7 @@ from cluster.spec.wire import TokenIds
 from router.metrics import Counter, Histogram, Metrics
 from router.page_index import PromptKeys
 from router.request import GenerateRequest, KnownTokens
-from router.state_metrics import replica_metrics
+from router.state_metrics import ReplicaMetrics
 from tests.fakes.paged_ranks import record
 from tests.fakes.rank_records import tier_state
 
@@ -45,7 +45,9 @@ def samples(load: ReplicaLoad, family: str, records: tuple[RankRecord, ...] = RE
     """Return labels (except the replica) and values of one metric family when a prefill replica reports this load."""
     load = msgspec.json.decode(msgspec.json.encode(load), type=ReplicaLoad)
     entry = ReplicaEntry(replica=records[0].replica, incarnation=Incarnation(1), ready=True, ranks=records, load=load)
-    families = {made.name: made for made in replica_metrics(TableSnapshot(version=1, replicas=(entry,), reaped={}))}
+    families = {
+        made.name: made for made in ReplicaMetrics(TableSnapshot(version=1, replicas=(entry,), reaped={})).collect()
+    }
     found = [(dict(sample.labels), sample.value) for sample in families[f"baton_{family}"].samples]
     assert all(labels.pop("replica") == entry.replica for labels, _ in found)
     return found

@@ -16,7 +16,7 @@ from router.admission import Gate
 from router.directory import Directory
 from router.metrics import Metrics
 from router.page_index import PageIndex
-from router.state_metrics import StateMetrics
+from router.state_metrics import ReplicaMetrics, StateMetrics
 from tests import manifests, readme
 from tests.fakes import dispatching
 
@@ -31,7 +31,7 @@ def exposed() -> dict[str, str]:
     metrics.registry.register(StateMetrics(*parts))
     return {
         family.name.removeprefix("baton_") + ("_total" if family.type == "counter" else ""): family.type
-        for family in metrics.registry.collect()
+        for family in (*metrics.registry.collect(), *ReplicaMetrics(None).collect())
     }
 
 
