@@ -199,12 +199,15 @@ class TestOthers:
         opened = {port["port"] for rule in policy["ingress"] for port in rule.get("ports", [])}
         assert opened <= _ports(objects).keys()
 
-    def test_no_pod_may_be_evicted_while_the_cluster_serves(self, objects: list[Object]) -> None:
-        """Kubernetes counts no unavailable pods, nor a share of them, if the pods' owner has no scale."""
+    def test_no_pod_may_be_evicted_while_clusters_serve(self, objects: list[Object]) -> None:
+        """Kubernetes counts no unavailable pods, nor a share of them, if the pods' owner has no scale.
+
+        The pods of all clusters in a namespace count together, and each cluster brings the same budget.
+        """
         budget = the("PodDisruptionBudget", objects)["spec"]
         assert all(budget["selector"]["matchLabels"].items() <= _labels(group).items() for group in groups(objects))
         most = sum(group.get("maxReplicas", 1) for group in groups(objects))
-        assert budget["minAvailable"] == most, "also while the autoscaler has added pods"
+        assert budget["minAvailable"] > 100 * most
         assert "maxUnavailable" not in budget
 
 
