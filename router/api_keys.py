@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from cluster.spec.clock import Clock
 from cluster.spec.config import RouterConfig
-from cluster.spec.env import ADMIN_KEY, API_KEYS
+from cluster.spec.env import ADMIN_KEY, ALLOWED_TOKEN, API_KEYS, parse_token
 from cluster.spec.errors import UserError
 from cluster.spec.worker_spec import RouterShare
 from router.errors import KeyLimitError
@@ -27,13 +28,20 @@ _ALLOWED = (
 _MINUTE_S = 60.0
 
 
+def _check_key(key: str) -> str:
+    try:
+        return parse_token(key)
+    except ValueError:
+        raise PydanticCustomError("key", f"a key has {ALLOWED_TOKEN}") from None
+
+
 class ApiKey(BaseModel):
     """API key with optional limits; the router's limits apply where a key has none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00]+$")]
-    key: Annotated[str, Field(min_length=8, pattern=r"^[\x21-\x7e]+$")]
+    key: Annotated[str, AfterValidator(_check_key)]
     max_requests: Annotated[int, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0

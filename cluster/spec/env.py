@@ -61,10 +61,11 @@ def _default_cache(environ: Mapping[str, str]) -> Path:
         raise UserError(message) from error
 
 
-_ALLOWED_TOKEN = "8 or more printable ASCII characters without a space"
+ALLOWED_TOKEN = "8 or more printable ASCII characters without a space"
 
 
-def _token(text: str) -> str:
+def parse_token(text: str) -> str:
+    """Return a key or token. Raises ValueError if it is not ``ALLOWED_TOKEN``."""
     if len(text) < 8 or not text.isascii() or not text.isprintable() or " " in text:
         raise ValueError(text)
     return text
@@ -87,8 +88,8 @@ def _secret(name: str, sentence: str) -> EnvVar[str | None]:
     return EnvVar(
         name=name,
         sentence=sentence,
-        allowed=_ALLOWED_TOKEN,
-        parse=_token,
+        allowed=ALLOWED_TOKEN,
+        parse=parse_token,
         default=lambda _environ: None,
         show=_length,
     )
@@ -100,8 +101,8 @@ API_KEY = _secret("BATON_API_KEY", "API key that `baton chat`, `bench` and `stat
 API_KEYS: EnvVar[tuple[str, ...]] = EnvVar(
     name="BATON_API_KEYS",
     sentence="API keys that the router accepts, besides those in `router.api_keys_file`.",
-    allowed=f"keys of {_ALLOWED_TOKEN}, joined by commas",
-    parse=lambda text: tuple(_token(key.strip()) for key in text.split(",")),
+    allowed=f"keys of {ALLOWED_TOKEN}, joined by commas",
+    parse=lambda text: tuple(parse_token(key.strip()) for key in text.split(",")),
     default=lambda _environ: (),
     show=_length,
 )

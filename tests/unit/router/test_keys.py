@@ -68,7 +68,8 @@ def test_without_keys_it_is_open_and_has_no_administrator() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- {name: ann, key: short}", r"0\.key"),
+        ("- {name: ann, key: short}", r"0\.key: a key has 8 or more printable ASCII characters without a space;"),
+        ("- {name: ann, key: a key with spaces}", r"0\.key: a key has 8 or more printable"),
         ("- {name: ann}", r"0\.key"),
         ("- {name: ann, key: long-enough, colour: red}", r"0\.colour"),
         ("name: ann", "the file"),
