@@ -1,7 +1,7 @@
 """`baton status`: state and rates of a cluster on this machine, or a list of several clusters."""
 
 import time
-from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -45,21 +45,20 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show the state of a cluster that was started on this machine, or list several."""
+    console = Console(highlight=False, soft_wrap=True)
     if name is None and len(running := running_clusters()) > 1 and not as_json:
-        Console(highlight=False, soft_wrap=True).print(_list(running))
+        with ThreadPoolExecutor() as threads:
+            for cluster, figures in zip(running, threads.map(_figures, running), strict=True):
+                _print_facts(console, cluster)
+                _print_figures(console, figures)
         return
     cluster = find_running(name)
-    snapshot, troubles = _read_table(cluster), _ask_driver(cluster)
-    figures = read_figures(cluster.router_url) if cluster.router_url else None
+    snapshot, troubles, figures = _read_table(cluster), _ask_driver(cluster), _figures(cluster)
     if as_json:
         typer.echo(_json(cluster, snapshot, troubles, figures))
         return
 
-    endpoint = f"{cluster.router_url}/v1" if cluster.router_url else "starting"
-    console = Console(highlight=False, soft_wrap=True)
-    up = f"up {_age(cluster.process.age_s)}   driver {cluster.process.pid}"
-    console.print(f"{cluster.name}   {endpoint}   model {cluster.model}   {up}", markup=False)
-    console.print(f"logs: {cluster.logs}", markup=False)
+    _print_facts(console, cluster)
     if cluster.ray_environ:
         variables = " ".join(f"{name}={value}" for name, value in cluster.ray_environ.items())
         console.print(f"ray tools: export {variables}", markup=False)
@@ -74,6 +73,21 @@ def status(
         console.print("no replica has started yet")
     for line in troubles:
         console.print(line, markup=False)
+    _print_figures(console, figures)
+
+
+def _print_facts(console: Console, cluster: RunningCluster) -> None:
+    endpoint = f"{cluster.router_url}/v1" if cluster.router_url else "starting"
+    up = f"up {_age(cluster.process.age_s)}   driver {cluster.process.pid}"
+    console.print(f"{cluster.name}   {endpoint}   model {cluster.model}   {up}", markup=False)
+    console.print(f"logs: {cluster.logs}", markup=False)
+
+
+def _figures(cluster: RunningCluster) -> RouterFigures | str | None:
+    return read_figures(cluster.router_url) if cluster.router_url else None
+
+
+def _print_figures(console: Console, figures: RouterFigures | str | None) -> None:
     if figures is None:
         return
     console.print(str(figures), markup=False)
@@ -161,14 +175,6 @@ def _json(
         "table": snapshot,
     }
     return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()
-
-
-def _list(clusters: Sequence[RunningCluster]) -> Table:
-    table = Table("cluster", "endpoint", "model", "up", "driver", box=None)
-    for cluster in clusters:
-        endpoint = f"{cluster.router_url}/v1" if cluster.router_url else "starting"
-        table.add_row(cluster.name, endpoint, cluster.model, _age(cluster.process.age_s), str(cluster.process.pid))
-    return table
 
 
 def _replicas(snapshot: TableSnapshot) -> Table:

@@ -260,17 +260,23 @@ def test_ages_have_two_units(seconds: float, text: str) -> None:
 
 def test_status_lists_several_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(status, "read_figures", lambda url: f"figures of {url}")
     process = process_id(os.getpid())
     assert process is not None
     assert 0 < process.age_s < 86_400
-    notes = [Note(RunningCluster(name=name, process=process, model="m", logs="", token="")) for name in ("one", "two")]
+    notes = [
+        Note(RunningCluster(name=name, process=process, model="m", logs=f"/logs/{name}", token=""))
+        for name in ("one", "two")
+    ]
     with notes[0], notes[1]:
         notes[1].update(router_url="http://127.0.0.1:81")
         lines = CliRunner().invoke(app, ["status"]).stdout.splitlines()
-    assert lines[0].split() == ["cluster", "endpoint", "model", "up", "driver"]
-    assert [line.split()[:3] for line in lines[1:]] == [
-        ["one", "starting", "m"],
-        ["two", "http://127.0.0.1:81/v1", "m"],
+    assert [line.split()[:4] for line in lines] == [
+        ["one", "starting", "model", "m"],
+        ["logs:", "/logs/one"],
+        ["two", "http://127.0.0.1:81/v1", "model", "m"],
+        ["logs:", "/logs/two"],
+        ["figures", "of", "http://127.0.0.1:81"],
     ]
 
 
