@@ -1,5 +1,6 @@
 """Commands for a cluster on this machine: `baton down`, `drain`, `resume`, `restart` and `scale`."""
 
+import math
 import os
 import signal
 from typing import Annotated
@@ -33,8 +34,14 @@ Grace = Annotated[
 def down(
     name: Cluster = None,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0, help="Maximum wait for the cluster to stop, in seconds.")
-    ] = 120.0,
+        float,
+        typer.Option(
+            "--timeout",
+            min=0,
+            help="Maximum wait for the cluster to stop, in seconds. Default: no limit.",
+            show_default=False,
+        ),
+    ] = math.inf,
 ) -> None:
     """Drain and stop a cluster that was started on this machine. Repeat to stop it immediately."""
     cluster = find_running(name)

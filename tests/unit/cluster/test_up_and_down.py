@@ -98,6 +98,16 @@ def test_an_invalid_timeout_is_refused(given: str, monkeypatch: pytest.MonkeyPat
     assert "--timeout" in result.output
 
 
+def test_down_waits_for_as_long_as_a_cluster_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver limits its own stop, by `router.drain_s`."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    monkeypatch.setattr("cluster.cli.commands.wait_gone", lambda _, timeout_s: timeout_s > 100_000)
+    with Note(_cluster("one")):
+        assert CliRunner().invoke(app, ["down"]).exit_code == 0
+        assert CliRunner().invoke(app, ["down", "--timeout", "5"]).exit_code == 1
+
+
 def test_keys_that_cannot_be_read_stop_the_start_before_ray(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     result = CliRunner().invoke(app, ["up", "local-cpu", "--set", f"router.api_keys_file={keys}"])
