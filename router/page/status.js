@@ -30,8 +30,13 @@ function bar(parts) {
 const history = [];
 
 function remember(now) {
-  const values = {...now.totals, time: now.time, ttft: now.latencies.ttft.counts, itl: now.latencies.itl.counts};
-  if (history.length && values.generation_tokens < history.at(-1).generation_tokens) history.length = 0;  // a new router
+  const {totals, time, latencies} = now, last = history.at(-1);
+  const values = {...totals, time, ttft: latencies.ttft.counts, itl: latencies.itl.counts, kv_read: totals.kv_bytes};
+  if (last && (time <= last.time || totals.generation_tokens < last.generation_tokens)) {
+    history.length = 0;  // a clock set back, or a new router
+  } else if (last) {
+    values.kv_bytes = last.kv_bytes + Math.max(0, values.kv_read - last.kv_read);  // restarted replicas count from 0
+  }
   history.push(values);
   while (history[0].time < now.time - KEPT_S) history.shift();
 }

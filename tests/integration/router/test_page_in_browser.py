@@ -1,8 +1,10 @@
 """The page at ``/`` in a real browser, with several replicas and ranks, and cross-origin pages."""
 
 import html
+import itertools
 import re
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -111,6 +113,20 @@ def test_it_shows_latencies_of_the_last_minute(cluster: RouterCluster, tmp_path:
             cluster.complete("abc", max_tokens=30)
     for latency in ("TTFT", "ITL"):
         assert re.search(rf"<b>[\d.]+ m?s · [\d.]+ m?s</b><span [^>]*>{latency}, p50 and p99</span>", shown.result())
+
+
+def test_kv_of_replicas_that_restart_shows_no_negative_rate(cluster: RouterCluster, tmp_path: Path) -> None:
+    prefill, decode = wide(entry_of(cluster.prefill.peer), 2, 2), entry_of(cluster.decode.peer)
+    with ThreadPoolExecutor() as pool:
+        shown = pool.submit(browse, f"{cluster.url}/", f"--user-data-dir={tmp_path}", "--dump-dom")
+        for version in itertools.count(2):
+            sends = (SendTimes(global_rank=0, num_bytes=(1 << 40) // version, num_transfers=1),)
+            less = msgspec.structs.replace(prefill, load=msgspec.structs.replace(prefill.load, sends=sends))
+            cluster.table.show(table_of(less, decode, version=version))
+            if shown.done():
+                break
+            time.sleep(0.01)
+    assert re.search(r"<b>0</b><span [^>]*>KV MiB / s</span>", shown.result())
 
 
 def test_it_asks_for_a_key_in_a_form(folder: Path, tmp_path: Path) -> None:
