@@ -120,15 +120,18 @@ class Tokenizer:
 class Detokenizer:
     """Incremental decoder of one answer, which returns only complete characters."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
+        """Start an answer; ``context`` has the tokens before it, whose text is not returned."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []
-        """Latest tokens: returned ones, which serve as context, then those held back."""
-        self._num_given = 0
-        """Number of tokens at the start of the window whose text has been returned."""
-        self._given = ""
-        """Text of the returned tokens in the window."""
+        self._window = [*context[-_MAX_CONTEXT_TOKENS:]]
+        """Latest tokens: context and returned ones, then those held back."""
+        self._given = tokenizer.decode(self._window, skip_special_tokens)
+        """Text of the tokens in the window before those held back."""
+        if self._given.endswith(_UNFINISHED):  # no answer completes this character
+            self._window, self._given = [], ""
+        self._num_given = len(self._window)
+        """Number of tokens in the window before those held back."""
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that it completes, empty while a character is incomplete."""

@@ -27,6 +27,10 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     """Minimum number of tokens before a stop string can end the answer."""
     prompt_only: bool = False
     """True if the answer is hidden because max_tokens is 0; replicas generate at least one token."""
+    continues_prompt: bool = False
+    """True if the text follows the prompt's. Otherwise it loses a space at its start that the tokenizer writes for
+    every text.
+    """
 
 
 class OutputChunk(msgspec.Struct, kw_only=True):
@@ -110,10 +114,11 @@ class Trimmer:
 class AnswerText:
     """Text of one choice, made from its tokens up to a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, rules: TextRules, index: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer, rules: TextRules, index: int = 0, prompt_ids: Sequence[int] = ()) -> None:
         self._index = index
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, rules.skip_special_tokens)
+        context = prompt_ids if rules.continues_prompt else ()
+        self._detokenizer = Detokenizer(tokenizer, rules.skip_special_tokens, context)
         self._scanner = MarkerScanner(*rules.stops)
         self._rules = rules
         self._num_tokens = 0

@@ -174,8 +174,10 @@ class AnswerReader:
 
     def __init__(self, tokenizer: Tokenizer, answer: Answer) -> None:
         self._answer = answer
-        rules = [request.text_rules for request in answer.requests]
-        self._texts = [AnswerText(tokenizer, rule, index) for index, rule in enumerate(rules)]
+        self._texts = [
+            AnswerText(tokenizer, request.text_rules, index, request.prompt_ids)
+            for index, request in enumerate(answer.requests)
+        ]
         self._first_of: list[int] = []
         """Index of the first choice of each choice's prompt."""
         for index, request in enumerate(answer.requests):

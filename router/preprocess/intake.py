@@ -211,6 +211,7 @@ def _text_rules(
         skip_special_tokens=body.skip_special_tokens is not False and not is_marked,
         min_tokens=body.min_tokens or 0,
         prompt_only=body.max_tokens == 0,
+        continues_prompt=body.continues_prompt,
     )
 
 

@@ -123,6 +123,8 @@ class GenerationBody(SaltedBody):
     prompt_field: ClassVar[str]
     default_tokens: ClassVar[int | None] = None
     """Default of ``max_tokens``; None means the model's, or as many as fit."""
+    continues_prompt: ClassVar[bool] = False
+    """True if the answer's text follows the prompt's."""
     model: str
     max_tokens: Positive | None = None
     temperature: Temperature | None = None
@@ -200,6 +202,7 @@ class GenerationBody(SaltedBody):
 
 class CompletionRequest(GenerationBody):
     prompt_field = ids_field = "prompt"
+    continues_prompt = True
     default_tokens = 16
     prompt: Prompt
     add_special_tokens: bool | None = None

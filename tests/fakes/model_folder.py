@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, pre_tokenizers, processors
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 BOS, EOS = 256, 257
 VOCAB_SIZE = 258
@@ -31,6 +31,23 @@ def write_model_folder(folder: Path, *, max_context: int = 512, template: str | 
     write_json(folder / "tokenizer_config.json", tokenizer_config)
     write_json(folder / "config.json", {"max_position_embeddings": max_context, "vocab_size": VOCAB_SIZE})
     write_json(folder / "generation_config.json", {"eos_token_id": [EOS]})
+    return folder
+
+
+def write_sentence_piece(folder: Path) -> Path:
+    """Write a model folder whose vocabulary is like Llama 2's: words begin with U+2581, the space before them, and
+    missing characters are written as bytes. Tokens 257 to 260 are a space, " the", "cat" and two spaces.
+    """
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581the", "cat", "\u2581\u2581"]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({word: token_id for token_id, word in enumerate(words)}, [], byte_fallback=True)
+    )
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    write_model_folder(folder)
+    made.save(str(folder / "tokenizer.json"))
+    write_json(folder / "config.json", {"max_position_embeddings": 512, "vocab_size": len(words)})
     return folder
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.model_folder import BOS, EOS, write_model_folder
+from tests.fakes.model_folder import BOS, EOS, write_model_folder, write_sentence_piece
 from tests.fakes.router_cluster import CACHED_TOKENS, CONTEXT, MODEL, RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
@@ -53,6 +53,14 @@ class TestCompletions:
         choices = [event["choices"][0] for event in shared.events(path, max_tokens=10, return_token_ids=True, **prompt)]
         choices = [choice for choice in choices if choice.get("delta", {}).get("role") is None]
         assert [len(choice["token_ids"]) for choice in choices] == [1] * 10
+
+    @pytest.mark.parametrize("echo", [False, True])
+    def test_it_begins_with_the_space_before_its_first_word(self, tmp_path: Path, echo: bool) -> None:
+        for cluster in run_cluster(write_sentence_piece(tmp_path)):
+            fields = {"max_tokens": 4, "logprobs": 0, "return_token_ids": True, "echo": echo}
+            (choice,) = cluster.complete([259, 258, 260, 259], **fields)["choices"]
+            assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+            assert choice["text"].endswith("cat the  cat the" if echo else " the  cat the")
 
     @pytest.mark.parametrize("echo", [False, True])
     def test_prompt_token_ids_are_returned_once_per_choice(self, shared: RouterCluster, echo: bool) -> None:

@@ -1,18 +1,16 @@
 """Stop strings never leak, and text does not depend on how tokens are batched."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, normalizers
 
 from cluster.spec.sampling import FinishReason
+from cluster.spec.wire import TokenIds
 from cluster.tokenizer import Tokenizer
 from router.text import AnswerText, MarkerScanner, OutputChunk, TextRules, token_bytes, token_text
-from tests.fakes.model_folder import BOS, EOS, write_model_folder
+from tests.fakes.model_folder import BOS, EOS, write_model_folder, write_sentence_piece
 from tests.fakes.replica import logprobs_of
 
 
@@ -198,17 +196,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Vocabulary like Llama 2's: words begin with U+2581, and missing characters are written as bytes."""
-    folder: Path = write_model_folder(tmp_path_factory.mktemp("model"))
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581the", "cat", "\u2581\u2581"]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.BPE({word: token_id for token_id, word in enumerate(words)}, [], byte_fallback=True)
-    )
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    made.decoder = decoders.Sequence(steps)
-    made.save(str(folder / "tokenizer.json"))
-    return Tokenizer(folder)
+    return Tokenizer(write_sentence_piece(tmp_path_factory.mktemp("model")))
 
 
 @given(text=st.text(max_size=12))
@@ -220,6 +208,29 @@ def test_bytes_of_all_tokens_are_the_texts(byte_level: Tokenizer, text: str) -> 
 def test_special_tokens_and_ids_without_a_token(byte_level: Tokenizer) -> None:
     assert (token_text(byte_level, BOS), token_bytes(byte_level, BOS)) == ("<s>", b"<s>")
     assert (token_text(byte_level, 5000), token_bytes(byte_level, 5000)) == ("", b"")
+
+
+@pytest.mark.parametrize("prompt", ["cat", "the cat", " ", "the \u20ac"])
+@pytest.mark.parametrize("words", [[258], [260, 259, 258], [257, 257, 259], [260]], ids=str)
+def test_a_completion_keeps_the_space_at_its_start(sentence_piece: Tokenizer, prompt: str, words: list[int]) -> None:
+    prompt_ids = TokenIds.of(sentence_piece.encode(prompt, add_special_tokens=False))
+    made = AnswerText(sentence_piece, TextRules(continues_prompt=True), prompt_ids=prompt_ids)
+    text = text_of([*made.push(words, None), *made.push([], FinishReason.LENGTH)])
+    assert prompt + text == sentence_piece.decode([*prompt_ids, *words])
+    assert text.encode() == b"".join(token_bytes(sentence_piece, token_id) for token_id in words)
+
+
+def test_a_chats_answer_is_a_text_of_its_own(sentence_piece: Tokenizer) -> None:
+    made = AnswerText(sentence_piece, TextRules(), prompt_ids=[259])
+    assert text_of(made.push([258, 258], FinishReason.LENGTH)) == "the the"
+
+
+@given(prompt=st.lists(st.integers(0, 255), max_size=20), ids=st.lists(st.integers(0, 255), max_size=12))
+def test_the_text_of_bytes_does_not_depend_on_the_prompt(
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int]
+) -> None:
+    made = AnswerText(tokenizer, TextRules(continues_prompt=True), prompt_ids=prompt)
+    assert text_of([*made.push(ids, None), *made.push([], FinishReason.LENGTH)]) == tokenizer.decode(ids)
 
 
 def test_sentence_piece(sentence_piece: Tokenizer) -> None:
