@@ -98,6 +98,7 @@ def test_it_fits_a_phone(cluster: RouterCluster, tmp_path: Path) -> None:
     cluster.table.show(table_of(prefill, decode, version=2))
     cluster.complete("abc", max_tokens=9)
     shown = browse(f"{cluster.url}/", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
+    shown = shown.replace('<h1 id="cluster">', f'<h1 id="cluster">{"n" * 63}')  # the longest name
     static = html.escape(re.sub("<script>.*?</script>", "", shown, flags=re.DOTALL))
     outer = tmp_path / "outer.html"
     outer.write_text(_FRAMED % (_PHONE_WIDTH, static))
