@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from cluster.channel import AsyncInbox, Outbox
 from cluster.logs import with_facts
@@ -99,7 +100,8 @@ class Relay:
         self._timer_s = math.inf
         """Time of the timer on the event loop's clock. uvloop's handles do not know theirs if it is now."""
         self._backlog = Backlog()
-        self._num_answers = 0
+        self._num_clients = 0
+        """Number of open answers, apart from those of parity probes."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.drain_asked = asyncio.Event()
@@ -132,10 +134,10 @@ class Relay:
             raise QueueFullError(reason)
         self._metrics_of(requests[0]).on_open(requests)
         make = Answer if self._parity is None else self._parity.maker(requests)
-        answer = make(requests, self._stop_early, self._leave, self._backlog)
+        num_clients = int(not requests[0].is_probe)
+        answer = make(requests, self._stop_early, partial(self._leave, num_clients), self._backlog)
         answer.opened_s = now_s
-        self._num_answers += 1
-        self._idle.clear()
+        self._count_clients(num_clients)
         self._open_some(answer, 0, None)
         return answer
 
@@ -213,7 +215,7 @@ class Relay:
         self._on_change()
 
     async def drain(self) -> None:
-        """Refuse new requests and wait until every answer has ended."""
+        """Refuse new requests and wait until every client's answer has ended."""
         self._is_draining = True
         self._on_change()
         await self._idle.wait()
@@ -244,16 +246,21 @@ class Relay:
             self._perform(self._requests.stop_early(choice_id))
             self._choices[choice_id].end(FinishReason.STOP, self._clock.now_s())
 
-    def _leave(self, choice_ids: Iterable[ChoiceId]) -> None:
+    def _count_clients(self, change: int) -> None:
+        self._num_clients += change
+        if self._num_clients:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def _leave(self, num_clients: int, choice_ids: Iterable[ChoiceId]) -> None:
         """Forget an answer's choices, and cancel the requests that are still open."""
         self._cancel(choice_ids)
         for choice_id in choice_ids:
             choice = self._choices.pop(choice_id)
             if choice.answer.is_traced:
                 self.traces.end(choice_id, choice.intervals(self._clock.now_s()))
-        self._num_answers -= 1
-        if not self._num_answers:
-            self._idle.set()
+        self._count_clients(-num_clients)
         self._on_change()
 
     def _cancel(self, choice_ids: Iterable[ChoiceId]) -> None:

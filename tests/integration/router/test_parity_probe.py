@@ -1,6 +1,7 @@
 """Parity probes of a router whose replicas are fake: what clients, replicas, metrics and the log see of them."""
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from cluster.cli.status import RouterFigures, read_figures
-from cluster.spec.messages import Submit
+from cluster.launch.tools import send
+from cluster.spec.messages import Drain, Submit
 from cluster.spec.sampling import TokenLogprobs
 from tests.fakes.replica import answer_of, logprobs_of
 from tests.fakes.router_cluster import RouterCluster, run_cluster
@@ -153,6 +155,24 @@ def test_a_mismatch_reaches_metrics_status_and_log(
         )
         assert record.facts["decode"] == record.facts["probe"] == "decode-0"  # type: ignore[attr-defined]
         assert record.facts["request_id"] in request_ids  # type: ignore[attr-defined]
+
+
+def test_a_drain_does_not_wait_for_a_probe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_answer = threading.Event()
+
+    def held_logprobs(submit: Submit) -> list[TokenLogprobs]:
+        assert not is_probe(submit) or may_answer.wait(60)
+        return true_prompt_logprobs(submit)
+
+    monkeypatch.setattr("tests.fakes.replica._prompt_logprobs", held_logprobs)
+    for cluster in run_cluster(folder, parity_probe_s=PERIOD_S, drain_s=0.5):
+        while not any(map(is_probe, cluster.decode.submits)):
+            cluster.complete("hello", max_tokens=MAX_TOKENS)
+            time.sleep(PERIOD_S)
+        send([cluster.server.address], Drain())
+        is_drained = cluster.server.run()
+        may_answer.set()
+        assert is_drained
 
 
 def true_prompt_logprobs(submit: Submit) -> list[TokenLogprobs]:
