@@ -23,6 +23,9 @@ _MAX_HELD_TOKENS = 32
 _MAX_CONTEXT_TOKENS = 16
 """Maximum number of context tokens: short contexts decode faster, long ones are rebuilt less often."""
 
+_PROMPT_CONTEXT_TOKENS = 4
+"""Number of a prompt's last tokens that serve as context: one with a text is enough, and they may be special."""
+
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -124,7 +127,7 @@ class Detokenizer:
         """Start an answer; ``context`` has the tokens before it, whose text is not returned."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window = [*context[-_MAX_CONTEXT_TOKENS:]]
+        self._window = [*context[-_PROMPT_CONTEXT_TOKENS:]]
         """Latest tokens: context and returned ones, then those held back."""
         self._given = tokenizer.decode(self._window, skip_special_tokens)
         """Text of the tokens in the window before those held back."""
