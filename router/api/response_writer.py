@@ -274,7 +274,7 @@ class _Call(_Growing):
 class ResponseWriter:
     def __init__(self, request_id: str, model: ServedModel, options: ResponsesOptions) -> None:
         self._tokenizer = model.tokenizer
-        self._reader = new_reader(model, options)
+        self._reader = new_reader(model, options.form)
         self._numbers = itertools.count()
         self._items = OutputItems(request_id, encrypts_reasoning=options.encrypts_reasoning)
         self._finish: FinishReason | None = None

@@ -34,8 +34,8 @@ from router.api.responses import (
 )
 from router.connection import event
 from router.errors import RequestFailedError
-from router.message import CallPart, MessagePart, MessageReader, Thinking
-from router.preprocess.job import ChatOptions, CompletionOptions, ResponseOptions, ResponsesOptions
+from router.message import CallPart, MessagePart, MessageReader
+from router.preprocess.job import AnswerForm, ChatOptions, CompletionOptions, ResponseOptions
 from router.preprocess.model import ServedModel
 from router.text import OutputChunk
 
@@ -114,8 +114,8 @@ class ChatWriter(TextWriter):
         super().__init__(f"chatcmpl-{request_id}", model, options)
         self._prompt = ShownPrompt(prompt_ids)
         self._with_thoughts = options.include_reasoning
-        is_plain = options.thinking is Thinking.NONE and options.tool_names is None
-        self._readers = None if is_plain else defaultdict[int, MessageReader](partial(new_reader, model, options))
+        new = partial(new_reader, model, options.form)
+        self._readers = None if options.form == AnswerForm() else defaultdict[int, MessageReader](new)
         """Readers of the choices; None if the text needs no parsing."""
         self._gathered = defaultdict[int, GatheredChat](GatheredChat)
 
@@ -275,10 +275,10 @@ class CompletionWriter(TextWriter):
         )
 
 
-def new_reader(model: ServedModel, options: ChatOptions | ResponsesOptions) -> MessageReader:
+def new_reader(model: ServedModel, form: AnswerForm) -> MessageReader:
     """Return a reader that splits the text of one choice."""
-    names, dialect = options.tool_names, model.dialect
-    return MessageReader(options.thinking, None if names is None or dialect is None else dialect.parser(names))
+    names, dialect = form.tool_names, model.dialect
+    return MessageReader(form.thinking, None if names is None or dialect is None else dialect.parser(names))
 
 
 def _or_unset(logprobs: PromptLogprobs | None) -> PromptLogprobs | UnsetType:

@@ -1,27 +1,19 @@
 """Conversion of a chat body to a request: template, tools, reasoning, structured output."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from cluster.spec.errors import UserError
 from router.errors import bad_request
 from router.message import CLOSING, OPENING, Thinking, reasoning_after
 from router.preprocess.constrain import ANY_OBJECT, Constraint, grammar_of, json_part, wanted_answer
 from router.preprocess.intake import check, given_or, make_requests, token_ids_of
+from router.preprocess.job import AnswerForm
 from router.preprocess.model import ServedModel
 from router.preprocess.requests import AllowedTools, ChatMessage, ChatRequest, NamedTool, TemplateBody, Tool
 from router.request import GenerateRequest
 from router.tool_calls.dialects import Dialect
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-class AnswerForm(NamedTuple):
-    """Content that the text of an answer may have besides the answer itself."""
-
-    thinking: Thinking
-    tool_names: list[str] | None
-    """Functions that the model may call; None if it must not call any."""
 
 
 def chat_request(model: ServedModel, body: ChatRequest, max_tokens: int) -> tuple[GenerateRequest, AnswerForm]:

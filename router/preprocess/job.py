@@ -51,18 +51,23 @@ class CompletionOptions(ResponseOptions, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
 
 
-class ChatOptions(ResponseOptions, frozen=True, kw_only=True):
+class AnswerForm(msgspec.Struct, frozen=True):
+    """Content that the text of an answer may have besides the answer itself."""
+
     thinking: Thinking = Thinking.NONE
     tool_names: list[str] | None = None
     """Functions that the model may call; None if it must not call any."""
+
+
+class ChatOptions(ResponseOptions, frozen=True, kw_only=True):
+    form: AnswerForm
     include_reasoning: bool = True
 
 
 class ResponsesOptions(ResponseOptions, frozen=True, kw_only=True):
     """Options of ``/v1/responses``."""
 
-    thinking: Thinking = Thinking.NONE
-    tool_names: list[str] | None = None
+    form: AnswerForm = AnswerForm()
     encrypts_reasoning: bool = False
     fields: bytes
     """Fields of the response that repeat the request, as a JSON object."""

@@ -97,12 +97,7 @@ def _completion(model: ServedModel, job: Job, body: CompletionRequest) -> Prepro
 def _chat(model: ServedModel, job: Job, body: ChatRequest) -> Preprocessed:
     _check_place(model, body)
     request, form = chat_request(model, body, job.max_tokens)
-    options = ChatOptions(
-        **_common(body),
-        thinking=form.thinking,
-        tool_names=form.tool_names,
-        include_reasoning=body.include_reasoning is not False,
-    )
+    options = ChatOptions(**_common(body), form=form, include_reasoning=body.include_reasoning is not False)
     return _outcome(model, job, body, [request], options, body.others)
 
 
@@ -115,8 +110,7 @@ def _response(model: ServedModel, job: Job, body: ResponseRequest) -> Preprocess
         raise in_own_words(error) from None
     options = ResponsesOptions(
         **_common(chat),
-        thinking=form.thinking,
-        tool_names=form.tool_names,
+        form=form,
         encrypts_reasoning=ENCRYPTED_REASONING in (body.include or ()),
         fields=to_json(_repeated(model, body)),
     )
