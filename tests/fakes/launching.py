@@ -1,8 +1,6 @@
 """Launcher of fake processes, and a supervisor in a thread."""
 
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
 
 from cluster.launch.launcher import Launcher
@@ -65,10 +63,3 @@ def start_all(launcher: Launcher) -> None:
 def make_launcher(world: World, ended: list[str] | None = None) -> Launcher:
     errors = [] if ended is None else ended
     return Launcher(world.tools(), CONFIG, "model", "token", lambda name, _, error: errors.append(f"{name}: {error}"))
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited too long"
-        time.sleep(0.002)

@@ -16,6 +16,7 @@ from cluster.spec.worker_spec import Rendezvous
 from router.server import RouterServer
 from tests.fakes.bootstrap import FakeTable, entry_of, table_of
 from tests.fakes.replica import FakeReplica
+from tests.fakes.waits import wait_until
 
 MODEL = "echo"
 CONTEXT = 512
@@ -60,10 +61,9 @@ class RouterCluster:
         return self.decode.submits[-1]
 
     def assert_empty(self) -> None:
-        deadline_s = time.monotonic() + 60
-        while self.metric("baton_num_requests_running") or self.decode.num_open:
-            assert time.monotonic() < deadline_s, "requests are left open"
-            time.sleep(0.01)
+        wait_until(
+            lambda: not self.metric("baton_num_requests_running") and not self.decode.num_open, "requests are left open"
+        )
 
 
 def config_of(limits: PrefillConfig | None = None, log: LogConfig | None = None, **router: Any) -> DeployConfig:

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import msgspec
@@ -17,6 +17,7 @@ from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId, router_names
 from cluster.spec.registry import Heartbeat, ReplicaLoad, TableSnapshot
 from tests.fakes.rank_records import make_record, make_records, sizes
+from tests.fakes.waits import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -70,13 +71,6 @@ def make_ready(client: BootstrapClient) -> None:
 def is_ready(snapshot: TableSnapshot) -> bool:
     entry = snapshot.find(P0)
     return entry is not None and entry.ready
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited too long"
-        time.sleep(0.01)
 
 
 def test_records_travel_and_come_back(client: BootstrapClient) -> None:

@@ -1,6 +1,5 @@
 """Layers of a prompt's last pages are sent while the step continues: each once, with the computed bytes."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from cluster.spec.transfer_messages import Done, SendState
 from tests.fakes.kv import kv_geometry, kv_layout
 from tests.fakes.loopback import Loopback
 from tests.fakes.paged_ranks import PAGE_SIZE, record
+from tests.fakes.waits import wait_until
 from tests.integration.test_kv_sender import (
     HELD,
     NUM_PAGES,
@@ -111,13 +111,6 @@ def step(case: Case, plan: StepPlan) -> Iterator[Callable[[int], None]]:
     assert on_stored is not None
     yield on_stored
     case.sender.after_step(plan, case.known)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def test_layers_are_sent_while_later_ones_are_computed(case: Case) -> None:

@@ -20,6 +20,7 @@ from tests.fakes.local_cluster import Answer, LocalCluster
 from tests.fakes.local_engine import LocalEngine, Models, Oracle, asked
 from tests.fakes.pairwise import all_pairs
 from tests.fakes.recall_prompts import chain_prompt, recall_oracle
+from tests.fakes.waits import wait_until
 from workers.models.recall import build_recall_checkpoint
 
 pytestmark = pytest.mark.integration
@@ -340,10 +341,7 @@ def test_a_prompt_that_is_pinned_before_it_is_computed_is_found_in_host_memory_a
     with engine.running(checkpoint, config) as cluster:
         assert pin(cluster) == 0
         first = ask(cluster, LONG)
-        deadline_s = time.monotonic() + 60
-        while pin(cluster) < len(KEYS):
-            assert time.monotonic() < deadline_s, "the pinned prompt was not copied to host memory"
-            time.sleep(0.01)
+        wait_until(lambda: pin(cluster) == len(KEYS), "the pinned prompt was not copied to host memory")
         cluster.flush(Tier.DEVICE, Tier.HOST)
         again = ask(cluster, LONG)
         assert (again.token_ids, again.cached) == (first.token_ids, CachedTokens(total=all_tokens, host=all_tokens))

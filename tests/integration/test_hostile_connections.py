@@ -23,6 +23,7 @@ from router.api import status as status_routes
 from router.preprocess.model import MIN_BODY_BYTES
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.router_cluster import CONTEXT, MODEL, run_cluster
+from tests.fakes.waits import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -307,10 +308,7 @@ def test_unread_log_probabilities_end_the_request(router: Service, monkeypatch: 
     body = json.dumps({"model": MODEL, **fields}).encode()
     with small_window(router) as sock:
         sock.sendall(head("POST /v1/completions", f"content-length: {len(body)}", "connection: close") + body)
-        deadline_s = time.monotonic() + WAIT_S
-        while json.loads(router.ask(b"GET /load HTTP/1.0\r\n\r\n")[2]) != {"server_load": 0}:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
+        wait_until(lambda: json.loads(router.ask(b"GET /load HTTP/1.0\r\n\r\n")[2]) == {"server_load": 0})
         said = b"".join(_received(sock))
     assert b'"code":"unread"' in said[-2000:]
     assert b"[DONE]" not in said[-2000:]

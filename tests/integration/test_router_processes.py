@@ -1,9 +1,8 @@
 """Two router processes share a port and the limits."""
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from cluster.spec.worker_spec import RouterShare, router_shares
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.replica import FakeReplica
+from tests.fakes.waits import wait_until
 from workers.bench.process import WorkerProcess
 
 pytestmark = pytest.mark.integration
@@ -43,13 +43,6 @@ class Routers:
             return {self.ask().status_code for _ in range(8)} == {200}
         except httpx.TransportError:  # neither listens yet
             return False
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited too long"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ from cluster.spec.registry import ReplicaEntry
 from tests.fakes.cluster import listened_hosts
 from tests.fakes.launching import Driver
 from tests.fakes.members import QuietRouter, QuietWorker
+from tests.fakes.waits import wait_until
 
 if TYPE_CHECKING:
     from cluster.ray_system.adapter import RaySystem
@@ -102,13 +102,6 @@ def _process(pid: int) -> ProcessId | None:
     except OSError:
         return None
     return ProcessId(pid=pid, start_ticks=int(fields[19]))
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited too long"
-        time.sleep(0.02)
 
 
 def test_ray_can_be_reached_by_this_machine_and_account_only(ray_system: "RaySystem") -> None:
@@ -188,6 +181,7 @@ from cluster.ray_system.environ import set_for_own_cluster
 set_for_own_cluster()
 from cluster.ray_system import adapter
 from cluster.spec.errors import BatonError
+from tests.fakes.waits import wait_until
 
 start, num_late, folders = adapter.start_ray, int(sys.argv[1]), []
 

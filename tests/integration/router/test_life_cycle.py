@@ -17,8 +17,8 @@ from cluster.spec.messages import Drain
 from cluster.spec.worker_spec import Rendezvous
 from router.server import RouterServer, _listen
 from tests.fakes.bootstrap import FakeTable
-from tests.fakes.launching import wait_until
 from tests.fakes.router_cluster import MODEL, RouterCluster, config_of, make_server, run_cluster
+from tests.fakes.waits import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from cluster.spec.messages import Drain, Submit
 from cluster.spec.sampling import TokenLogprobs
 from tests.fakes.replica import answer_of, logprobs_of
 from tests.fakes.router_cluster import RouterCluster, run_cluster
+from tests.fakes.waits import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -46,13 +47,6 @@ def probing(folder: Path) -> Iterator[RouterCluster]:
 def results(cluster: RouterCluster) -> dict[str, float]:
     kinds = ("match", "mismatch", "failed")
     return {kind: cluster.metric(f'baton_parity_probes_total{{result="{kind}"}}') for kind in kinds}
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def is_recorded(submit: Submit) -> bool:

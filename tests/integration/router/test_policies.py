@@ -1,6 +1,5 @@
 """Routing policies seen from outside: the response names the replica."""
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.fakes.bootstrap import FakeTable, entry_of, table_of
 from tests.fakes.model_folder import BOS
 from tests.fakes.replica import FakeReplica
 from tests.fakes.router_cluster import MODEL, make_server, wait_ready
+from tests.fakes.waits import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -62,9 +62,7 @@ def test_a_session_stays_on_one_replica(http: httpx.Client) -> None:
 
 def test_prompts_are_routed_to_their_cached_prefix_and_others_by_load(folder: Path) -> None:
     for http in serve(folder, SHARED, decode_policy="prefix_aware"):
-        deadline_s = time.monotonic() + 60
-        while metric(http, "baton_router_known_pages") != 6:
-            assert time.monotonic() < deadline_s
+        wait_for_pages(http)
         assert homes(http, 6, prompt=[*SHARED, 97]) == {"prefill-1": 6}
         names = ("known_total", 'missed_total{reason="evicted"}', "hits_total")
         counts = [metric(http, f"baton_prefix_cache_{name}") for name in names]
@@ -82,9 +80,7 @@ def test_prompts_are_routed_to_their_cached_prefix_and_others_by_load(folder: Pa
 def test_decode_computes_short_uncached_prompts(folder: Path) -> None:
     limits = PrefillConfig(skip_below_tokens=PAGE_SIZE + 2)
     for http in serve(folder, SHARED, limits=limits, decode_policy="prefix_aware"):
-        deadline_s = time.monotonic() + 60
-        while metric(http, "baton_router_known_pages") != 6:
-            assert time.monotonic() < deadline_s
+        wait_for_pages(http)
         assert homes(http, 2, prompt=[BOS] * (PAGE_SIZE + 1)).keys() <= {"decode-0", "decode-1"}
         assert homes(http, 2, prompt=[BOS] * (PAGE_SIZE + 2)).keys() <= {"prefill-0", "prefill-1"}
         assert homes(http, 2, prompt=[*SHARED, *[97] * PAGE_SIZE]) == {"decode-1": 2}
@@ -92,6 +88,10 @@ def test_decode_computes_short_uncached_prompts(folder: Path) -> None:
         assert homes(http, 2, prompt=[*SHARED, 97], prompt_logprobs=0).keys() <= {"prefill-0", "prefill-1"}
         assert homes(http, 1, prompt=[*SHARED, 97], n=3) == {"decode-1": 1}
         assert metric(http, "baton_prefill_skipped_total") == 5
+
+
+def wait_for_pages(http: httpx.Client) -> None:
+    wait_until(lambda: metric(http, "baton_router_known_pages") == 6)
 
 
 def metric(http: httpx.Client, name: str) -> float:

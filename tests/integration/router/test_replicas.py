@@ -10,6 +10,7 @@ from cluster.spec.config import PrefillConfig
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.model_folder import BOS
 from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
+from tests.fakes.waits import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -65,17 +66,14 @@ class TestReplicasComeAndGo:
         # Pools of 4 tokens, filled 16 times by the choices of one request, of which only one counts the prompt.
         entries = (entry_of(peer, total_pages=1) for peer in (cluster.prefill.peer, cluster.decode.peer))
         cluster.table.show(table_of(*entries, version=2))
-        deadline_s = time.monotonic() + 60
-        while cluster.http.get("/v1/models").json()["data"][0]["max_model_len"] != 4:
-            assert time.monotonic() < deadline_s
+        wait_until(lambda: cluster.http.get("/v1/models").json()["data"][0]["max_model_len"] == 4)
         cluster.decode.flow.clear()
         body = {"prompt": "a", "max_tokens": 2}
         with ThreadPoolExecutor() as threads:
             first = threads.submit(cluster.post, "/v1/completions", **body, n=31)
             cluster.decode.wait_submits(31)
             second = threads.submit(cluster.post, "/v1/completions", **body)
-            while not cluster.metric("baton_num_requests_waiting"):
-                assert time.monotonic() < deadline_s
+            wait_until(lambda: cluster.metric("baton_num_requests_waiting"))
             assert len(cluster.decode.submits) == 31
             cluster.decode.flow.set()
             assert [reply.result().status_code for reply in (first, second)] == [200, 200]

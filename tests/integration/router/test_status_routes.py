@@ -1,6 +1,5 @@
 """Routes about the model, the router and the cluster."""
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import zmq
 from tests.fakes.model_folder import BOS
 from tests.fakes.replica import PHASES, PREFILL_S
 from tests.fakes.router_cluster import CACHED_TOKENS, CONTEXT, MODEL, RouterCluster
+from tests.fakes.waits import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -100,9 +100,8 @@ class TestStatusRoutes:
         with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
             pusher.connect(cluster.last_submit().router.address)
             pusher.send(b"nonsense")
-            deadline_s = time.monotonic() + 60
-            while 'baton_message_dropped_total{reason="malformed"} 1.0' not in cluster.http.get("/metrics").text:
-                assert time.monotonic() < deadline_s
+            counted = 'baton_message_dropped_total{reason="malformed"} 1.0'
+            wait_until(lambda: counted in cluster.http.get("/metrics").text)
 
     def test_phases_by_replica(self, cluster: RouterCluster) -> None:
         for stream in (False, True):

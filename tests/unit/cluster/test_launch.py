@@ -23,8 +23,9 @@ from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserErro
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Incarnation
 from cluster.spec.worker_spec import Rendezvous, RouterShare
-from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher, start_all, wait_until
+from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher, start_all
 from tests.fakes.ray import HOME, FakeSystem, World
+from tests.fakes.waits import wait_until
 
 
 @pytest.fixture(autouse=True)

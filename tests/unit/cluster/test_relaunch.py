@@ -17,8 +17,9 @@ from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import ReplicaEntry
 from cluster.supervisor.commands import DrainCommand, OperatorCommand, RestartCommand, ResumeCommand, ScaleCommand
 from cluster.supervisor.events import Outcome
-from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher, wait_until
+from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher
 from tests.fakes.ray import HOME, FakeReservation, FakeSystem, FakeTable, World
+from tests.fakes.waits import wait_until
 
 
 @pytest.fixture(autouse=True)
