@@ -56,7 +56,17 @@ def make_leader(spec: WorkerSpec, rank: Rank, records: list[RankRecord]) -> Repl
     make = _make_prefill_leader if spec.role is Role.PREFILL else _make_decode_leader
     ahead = num_ahead(spec, rank)
     depth = step_depth(spec.role, spec.sizes.pp) + ahead
-    leaders = [make(spec, rank, records, dp_rank, depth) for dp_rank in range(spec.sizes.dp)]
+    longest = spec.config.model.longest_context(rank.model.config.max_position_embeddings)
+    limits = StepLimits(
+        rank.layout.page_size,
+        spec.pool.chunk_tokens,
+        spec.pool.max_requests,
+        efficient_share=efficient_share(rank.model_shape, rank.rates, spec.sizes.cp, spec.pool.chunk_tokens),
+        depth=depth,
+        max_context_tokens=longest if spec.ownership is KvOwnership.SHARDED else None,
+        runs_ahead=ahead > 0,
+    )
+    leaders = [make(spec, rank, records, dp_rank, limits) for dp_rank in range(spec.sizes.dp)]
     policy = spec.config.router.dp_policy
     return ReplicaLeader(leaders, spec.sizes, depth=depth, num_ahead=ahead, policy=policy)
 
@@ -79,17 +89,11 @@ def _make_allocator(spec: WorkerSpec, records: list[RankRecord]) -> tuple[PageAl
     return allocator, Tiers(spec.config.hicache, tree, host_pages, records) if tree and host_pages else None
 
 
-def _make_decode_leader(spec: WorkerSpec, rank: Rank, records: list[RankRecord], dp_rank: int, depth: int) -> DpLeader:
+def _make_decode_leader(
+    spec: WorkerSpec, rank: Rank, records: list[RankRecord], dp_rank: int, limits: StepLimits
+) -> DpLeader:
     config, own = spec.config, [record for record in records if record.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
-    limits = StepLimits(
-        rank.layout.page_size,
-        config.decode.chunk_tokens,
-        config.decode.max_requests,
-        efficient_share=efficient_share(rank.model_shape, rank.rates, spec.sizes.cp, config.decode.chunk_tokens),
-        depth=depth,
-        runs_ahead=depth > spec.sizes.pp,
-    )
     settings = DecodeSettings(
         me=records[0].peer,
         records=records,
@@ -103,18 +107,11 @@ def _make_decode_leader(spec: WorkerSpec, rank: Rank, records: list[RankRecord],
     return DecodeLeader(settings, scheduler, rank.step_recorder.recorder)
 
 
-def _make_prefill_leader(spec: WorkerSpec, rank: Rank, records: list[RankRecord], dp_rank: int, depth: int) -> DpLeader:
+def _make_prefill_leader(
+    spec: WorkerSpec, rank: Rank, records: list[RankRecord], dp_rank: int, limits: StepLimits
+) -> DpLeader:
     prefill, own = spec.config.prefill, [record for record in records if record.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
-    longest = spec.config.model.longest_context(rank.model.config.max_position_embeddings)
-    limits = StepLimits(
-        rank.layout.page_size,
-        prefill.chunk_tokens,
-        prefill.max_requests,
-        efficient_share=efficient_share(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens),
-        depth=depth,
-        max_context_tokens=longest if spec.ownership is KvOwnership.SHARDED else None,
-    )
     settings = PrefillSettings(
         me=records[0].peer,
         record=own[0],
