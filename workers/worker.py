@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cluster.bootstrap.client import LeaseRenewer, ReplicaRegistrar
 from cluster.channel import Inbox, Outbox, send_or_log
 from cluster.spec.clock import HEARTBEAT_S, SystemClock
-from cluster.spec.messages import Drain, Message, TableUpdate
+from cluster.spec.messages import Message, TableUpdate
 from cluster.spec.registry import RankRecord, TableSnapshot
 from cluster.spec.step_messages import CancelSend, ForgetPeer, ReportTrace, Shutdown, StepPlan
 from cluster.spec.tiers import TierJob
@@ -105,11 +105,9 @@ class Worker:
 
     def stop(self, reason: str) -> None:
         """Make ``run`` return after the current step. Any thread may call this."""
-        self._post(Shutdown(reason=reason))
-
-    def drain(self) -> None:
-        """Refuse new requests and finish the current ones. Any thread may call this."""
-        self._post(Drain())
+        outbox = Outbox(self._key)
+        outbox.send(self._inbox.address, Shutdown(reason=reason))
+        outbox.close()
 
     def close(self) -> None:
         """Release the inbox and the transfer memory, after ``run`` has returned."""
@@ -208,11 +206,6 @@ class Worker:
         """End the rank from another thread, which has failed or lost the lease."""
         self._failure = error
         self.stop(str(error) or repr(error))
-
-    def _post(self, message: Message) -> None:
-        outbox = Outbox(self._key)
-        outbox.send(self._inbox.address, message)
-        outbox.close()
 
 
 def _begin(plans: Iterable[StepPlan], link: LeaderLink, steps: RankSteps) -> None:

@@ -41,7 +41,7 @@ class AttentiveClock:
     """
 
     def __init__(self, longest_s: float) -> None:
-        self.heard_s = 0.0
+        self._heard_s = 0.0
         """Attentive time at the latest look. It equals the clock's until the first lag."""
         self._longest_s = longest_s
         self._looked_s: float | None = None
@@ -49,16 +49,11 @@ class AttentiveClock:
     def look(self, now_s: float) -> float:
         """Return the attentive time."""
         if self._looked_s is None:
-            self.heard_s = now_s
+            self._heard_s = now_s
         else:
-            self.heard_s += min(max(now_s - self._looked_s, 0.0), self._longest_s)
+            self._heard_s += min(max(now_s - self._looked_s, 0.0), self._longest_s)
         self._looked_s = now_s
-        return self.heard_s
-
-    def next_look_s(self, deadline_s: float) -> float:
-        """Return the clock's time of the next look that a deadline in attentive time needs."""
-        assert self._looked_s is not None, "look before waiting"
-        return self._looked_s + min(max(deadline_s - self.heard_s, 0.0), self._longest_s / 2)
+        return self._heard_s
 
 
 class Interval(msgspec.Struct, frozen=True, array_like=True):
