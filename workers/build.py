@@ -158,7 +158,6 @@ def make_rank_trace(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> R
     return RankTrace(
         room=room,
         replica=spec.replica,
-        incarnation=spec.incarnation,
         global_rank=spec.global_rank,
         clock=read_clock(),
         intervals=log.intervals,

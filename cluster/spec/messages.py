@@ -166,7 +166,6 @@ class RankTrace(Tagged, frozen=True):
 
     room: Room
     replica: ReplicaId
-    incarnation: Incarnation
     global_rank: int
     clock: ClockReading
     intervals: list[Interval]

@@ -220,7 +220,6 @@ class FakeReplica:
         return RankTrace(
             room=room,
             replica=self.peer.replica,
-            incarnation=self.peer.incarnation,
             global_rank=0,
             clock=read_clock(),
             intervals=[Interval("compute", "step 1", 0.0, 3600.0)],

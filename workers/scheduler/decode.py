@@ -155,7 +155,6 @@ class DecodeLeader(DpLeader):
             max_len=self._allocator.num_pages // self._allocator.lifetimes.num * page_size,
             num_prompt_pages=num_pages,
             arrival_number=self._num_arrivals,
-            arrived_s=self._now_s,
         )
         self._num_arrivals += 1
         self._requests[submit.room] = request

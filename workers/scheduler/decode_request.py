@@ -77,7 +77,6 @@ class DecodeRequest(TokenSequence):
     """Request in a decode leader. While RUNNING, it is in the step scheduler. It may have pages before that."""
 
     num_prompt_pages: int
-    arrived_s: float
     granted_s: float = 0.0
     """Time at which pages were allocated."""
     state: DecodeState = DecodeState.QUEUED

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.clock import ClockReading, Interval
-from cluster.spec.ids import Incarnation, Role, Room, replica_id
+from cluster.spec.ids import Role, Room, replica_id
 from cluster.spec.messages import Message, RankTrace
 from cluster.spec.step_messages import ReportTrace
 from router import request_trace
@@ -97,7 +97,6 @@ def _rank_trace(intervals: list[Interval], clock: ClockReading) -> RankTrace:
     return RankTrace(
         room=Room(1),
         replica=replica_id(Role.PREFILL, 0),
-        incarnation=Incarnation(1),
         global_rank=0,
         clock=clock,
         intervals=intervals,
