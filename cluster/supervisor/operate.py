@@ -76,14 +76,13 @@ def on_placed(cluster: Cluster, event: events.Placed, now: Now) -> Step:
 
 def on_replica_drained(cluster: Cluster, event: events.ReplicaDrained) -> Step:
     member = cluster.addressed(event.name, event.incarnation, MemberState.RUNNING, MemberState.DRAINING)
-    opened = cluster.open_command
     if member is None:
         return cluster, []
     late = [] if event.complete else [events.Report(f"{event.name}: some open requests did not end in time")]
     if member.state is MemberState.DRAINING:
         ending = replace(member.moved(MemberState.ENDING, "drained"), num_failures=0)
         return cluster.with_member(ending), [*late, events.End(event.name, event.incarnation)]
-    if opened is None or not isinstance(opened.command, DrainCommand) or opened.command.replica != event.name:
+    if not _awaits(cluster, DrainCommand, event.name):
         return cluster, []
     if event.complete:
         return _close(cluster, f"{event.name}: drained")
@@ -92,18 +91,18 @@ def on_replica_drained(cluster: Cluster, event: events.ReplicaDrained) -> Step:
 
 
 def on_replica_resumed(cluster: Cluster, event: events.ReplicaResumed) -> Step:
-    opened = cluster.open_command
-    is_running = cluster.addressed(event.name, event.incarnation, MemberState.RUNNING) is not None
-    if (
-        opened is None
-        or not isinstance(opened.command, ResumeCommand)
-        or opened.command.replica != event.name
-        or not is_running
-    ):
+    member = cluster.addressed(event.name, event.incarnation, MemberState.RUNNING)
+    if member is None or not _awaits(cluster, ResumeCommand, event.name):
         return cluster, []
     if event.complete:
         return _close(cluster, f"{event.name}: takes requests again")
     return _close(cluster, f"{event.name}: did not confirm that it takes requests again", Outcome.FAILED)
+
+
+def _awaits(cluster: Cluster, kind: type[DrainCommand | ResumeCommand], name: str) -> bool:
+    """Return whether the open command is of this kind and for this replica."""
+    opened = cluster.open_command
+    return opened is not None and isinstance(opened.command, kind) and opened.command.replica == name
 
 
 def advance(cluster: Cluster, event: Event) -> Step:
