@@ -104,7 +104,7 @@ def _writer(service: Service, arrival: Arrival, asked: Preprocessed) -> Writer:
             prompts = [request.prompt_ids for request in asked.requests]
             return CompletionWriter(request_id, service.model, options, prompts, asked.num_choices)
         case ChatOptions() as options:
-            return ChatWriter(request_id, service.model, options, asked.requests[0].prompt_ids)
+            return ChatWriter(request_id, service.model, options, asked.requests[0].prompt_ids, asked.num_choices)
         case ResponsesOptions() as options:
             return ResponseWriter(request_id, service.model, options)
 

@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cluster.spec.sampling import FinishReason
+from cluster.tokenizer import Tokenizer
 from router.api.gathered import GatheredChat, GatheredCompletion
 from router.api.responses import (
     ChatChunk,
@@ -65,8 +66,19 @@ class Writer(Protocol):
 
 
 class TextWriter(ABC):
-    def __init__(self, response_id: str, model: ServedModel, options: ResponseOptions) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        model: ServedModel,
+        options: ResponseOptions,
+        prompts: Sequence[ShownPrompt],
+        num_choices: int,
+        write_logprobs: Callable[[Tokenizer, OutputChunk], Sequence[msgspec.Raw]],
+    ) -> None:
+        """Create a writer of ``num_choices`` choices for every prompt."""
         self._id = response_id
+        self._prompts, self._num_choices = prompts, num_choices
+        self._write_logprobs = write_logprobs
         self._model = model.name
         self._tokenizer = model.tokenizer
         self._created = int(time.time())
@@ -91,15 +103,12 @@ class TextWriter(ABC):
     def _prompt_token_ids(self, prompt_ids: Sequence[int]) -> list[int] | UnsetType:
         return [*prompt_ids] if self._with_token_ids else UNSET
 
-    @abstractmethod
-    def _prompt_of(self, chunk: OutputChunk) -> ShownPrompt: ...
-
-    @abstractmethod
-    def _write_logprobs(self, chunk: OutputChunk) -> Sequence[msgspec.Raw]: ...
+    def _prompt_of(self, chunk: OutputChunk) -> ShownPrompt:
+        return self._prompts[chunk.index // self._num_choices]
 
     async def prepare(self, chunk: OutputChunk) -> None:
         if chunk.logprobs:
-            chunk.written_logprobs = self._write_logprobs(chunk)
+            chunk.written_logprobs = self._write_logprobs(self._tokenizer, chunk)
         if (num_top := self._num_prompt_logprobs) is None:
             return
         prompt, given = self._prompt_of(chunk), chunk.prompt_logprobs
@@ -110,9 +119,11 @@ class TextWriter(ABC):
 class ChatWriter(TextWriter):
     """Writer of ``/v1/chat/completions``, which separates reasoning and tool calls from the content."""
 
-    def __init__(self, request_id: str, model: ServedModel, options: ChatOptions, prompt_ids: Sequence[int]) -> None:
-        super().__init__(f"chatcmpl-{request_id}", model, options)
+    def __init__(
+        self, request_id: str, model: ServedModel, options: ChatOptions, prompt_ids: Sequence[int], num_choices: int
+    ) -> None:
         self._prompt = ShownPrompt(prompt_ids)
+        super().__init__(f"chatcmpl-{request_id}", model, options, [self._prompt], num_choices, chat_logprobs)
         self._with_thoughts = options.include_reasoning
         new = partial(new_reader, model, options.form)
         self._readers = None if options.form == AnswerForm() else defaultdict[int, MessageReader](new)
@@ -153,10 +164,6 @@ class ChatWriter(TextWriter):
             token_ids=self._token_ids(chunk),
         )
 
-    def _prompt_of(self, chunk: OutputChunk) -> ShownPrompt:
-        del chunk
-        return self._prompt
-
     def _read(self, chunk: OutputChunk) -> MessagePart:
         if self._readers is None:
             return MessagePart(content=chunk.text)
@@ -164,9 +171,6 @@ class ChatWriter(TextWriter):
         if not self._with_thoughts:
             part.reasoning = ""
         return part
-
-    def _write_logprobs(self, chunk: OutputChunk) -> Sequence[msgspec.Raw]:
-        return chat_logprobs(self._tokenizer, chunk)
 
     def _logprobs(self, chunk: OutputChunk) -> ChatLogprobs | None:
         return ChatLogprobs(content=[*chunk.written_logprobs]) if chunk.written_logprobs else None
@@ -200,12 +204,10 @@ class CompletionWriter(TextWriter):
         prompts: Sequence[Sequence[int]],
         num_choices: int,
     ) -> None:
-        """Create a writer of ``num_choices`` choices for every prompt."""
-        super().__init__(f"cmpl-{request_id}", model, options)
         echoes: Sequence[str | None] = options.echoes or [None] * len(prompts)
         skip = options.skip_special_tokens
-        self._prompts = [ShownPrompt(ids, echo, skip) for ids, echo in zip(prompts, echoes, strict=True)]
-        self._num_choices = num_choices
+        shown = [ShownPrompt(ids, echo, skip) for ids, echo in zip(prompts, echoes, strict=True)]
+        super().__init__(f"cmpl-{request_id}", model, options, shown, num_choices, top_logprobs)
         self._with_logprobs = options.with_logprobs
         self._gathered = defaultdict[int, GatheredCompletion](GatheredCompletion)
 
@@ -219,9 +221,6 @@ class CompletionWriter(TextWriter):
 
     def whole(self, usage: Usage) -> bytes:
         return self._encode([gathered.choice() for _, gathered in sorted(self._gathered.items())], usage)
-
-    def _write_logprobs(self, chunk: OutputChunk) -> Sequence[msgspec.Raw]:
-        return top_logprobs(self._tokenizer, chunk)
 
     async def prepare(self, chunk: OutputChunk) -> None:
         await super().prepare(chunk)
@@ -264,9 +263,6 @@ class CompletionWriter(TextWriter):
             prompt_token_ids=prompt_token_ids,
             token_ids=self._token_ids(chunk),
         )
-
-    def _prompt_of(self, chunk: OutputChunk) -> ShownPrompt:
-        return self._prompts[chunk.index // self._num_choices]
 
     def _encode(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
         written = self._no_usage if usage is None else usage
