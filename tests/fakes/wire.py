@@ -21,7 +21,7 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__({"socket": ClosedSocket()})
         self.written: list[bytes] = []
-        self.is_closed = False
+        self.is_closed = self.is_aborted = False
         self.has_eof = False
         self.is_paused = False
 
@@ -57,4 +57,4 @@ class Wire(asyncio.Transport):
         self.is_closed = True
 
     def abort(self) -> None:
-        self.is_closed = True
+        self.is_closed = self.is_aborted = True

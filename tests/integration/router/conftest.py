@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from router import connection
@@ -26,3 +27,11 @@ def cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RouterClu
     """Yield a router for tests that change replicas or table."""
     monkeypatch.setattr(connection, "WAITING_S", 0.5)
     yield from run_cluster(folder)
+
+
+@pytest.fixture
+def client(cluster: RouterCluster) -> Iterator[openai.OpenAI]:
+    """Yield a client of a router whose decode replica may be told what to say."""
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+    cluster.decode.says = None

@@ -31,13 +31,6 @@ def cluster(model_folder: Path) -> Iterator[RouterCluster]:
     yield from run_cluster(model_folder)
 
 
-@pytest.fixture
-def client(cluster: RouterCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-    cluster.decode.says = None
-
-
 def check_answer(response: Any) -> None:
     reasoning, said, *calls = response.output
     assert (response.status, [item.status for item in response.output]) == ("completed", ["completed"] * 4)

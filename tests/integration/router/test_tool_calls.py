@@ -33,13 +33,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterCluster]
     yield from run_cluster(write_model_folder(tmp_path_factory.mktemp("tools"), template=TEMPLATE))
 
 
-@pytest.fixture
-def client(cluster: RouterCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-    cluster.decode.says = None
-
-
 def test_whole(cluster: RouterCluster, client: openai.OpenAI) -> None:
     cluster.decode.says = ANSWER.encode()
     whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, n=2)

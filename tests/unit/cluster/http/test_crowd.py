@@ -2,12 +2,12 @@
 
 import asyncio
 from functools import partial
-from typing import Any, cast
 
 import pytest
 
 from cluster.http import crowd as http_crowd
 from cluster.http.crowd import MAX_TURNS, Crowd
+from tests.fakes.wire import Wire
 
 
 async def test_only_a_few_requests_start_in_one_pass_of_the_loop() -> None:
@@ -76,22 +76,14 @@ def test_every_event_loop_has_its_own() -> None:
     assert asyncio.run(find()) is not asyncio.run(find())
 
 
-class Wire:
-    def __init__(self) -> None:
-        self.is_aborted = False
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-
 def test_the_connection_that_is_idle_for_longest_is_aborted_if_there_are_many() -> None:
     crowd = Crowd()
     crowd.max_idle = 3
     wires = [Wire() for _ in range(4)]
     for wire in wires[:3]:
-        crowd.add_idle(cast(Any, wire))
-    crowd.forget_idle(cast(Any, wires[0]))
-    crowd.add_idle(cast(Any, wires[0]))
+        crowd.add_idle(wire)
+    crowd.forget_idle(wires[0])
+    crowd.add_idle(wires[0])
     assert not any(wire.is_aborted for wire in wires)
-    crowd.add_idle(cast(Any, wires[3]))
+    crowd.add_idle(wires[3])
     assert [wire.is_aborted for wire in wires] == [False, True, False, False]

@@ -1,60 +1,47 @@
 """Memory that connections hold: who is disconnected when it is too much."""
 
-from typing import Any, cast
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.http.holdings import Holdings
+from tests.fakes.wire import Wire
 
 LIMIT = 100
-
-
-class Wire:
-    def __init__(self) -> None:
-        self.is_aborted = False
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-
-def hold(holdings: Holdings, wire: Wire, client: str, num_bytes: int) -> None:
-    holdings.hold(cast(Any, wire), client, num_bytes)
 
 
 def test_the_connection_that_has_held_something_for_longest_is_disconnected() -> None:
     holdings, wires = Holdings(LIMIT), [Wire() for _ in range(4)]
     for wire in wires[:3]:
-        hold(holdings, wire, "client", 30)
-    holdings.forget(cast(Any, wires[0]))
-    hold(holdings, wires[0], "client", 40)
+        holdings.hold(wire, "client", 30)
+    holdings.forget(wires[0])
+    holdings.hold(wires[0], "client", 40)
     assert not any(wire.is_aborted for wire in wires)
-    hold(holdings, wires[3], "client", 1)
+    holdings.hold(wires[3], "client", 1)
     assert [wire.is_aborted for wire in wires] == [False, True, False, False]
 
 
 def test_a_connection_that_grows_keeps_its_place() -> None:
     holdings, first, second = Holdings(LIMIT), Wire(), Wire()
     for wire, num_bytes in [(first, 30), (second, 30), (first, 70), (second, 31)]:
-        hold(holdings, wire, "client", num_bytes)
+        holdings.hold(wire, "client", num_bytes)
     assert (first.is_aborted, second.is_aborted) == (True, False)
 
 
 def test_a_connection_that_holds_little_stays() -> None:
     holdings, small, large = Holdings(LIMIT), Wire(), [Wire() for _ in range(4)]
-    hold(holdings, small, "client", 1)
+    holdings.hold(small, "client", 1)
     for wire in large:
-        hold(holdings, wire, "client", 30)
+        holdings.hold(wire, "client", 30)
     assert [wire.is_aborted for wire in (small, *large)] == [False, True, False, False, False]
 
 
 def test_the_client_with_most_is_disconnected() -> None:
     holdings, other, many = Holdings(LIMIT), Wire(), [Wire() for _ in range(3)]
-    hold(holdings, other, "alice", 35)
+    holdings.hold(other, "alice", 35)
     for wire in many:
-        hold(holdings, wire, "mallory", 25)
+        holdings.hold(wire, "mallory", 25)
     assert [wire.is_aborted for wire in (other, *many)] == [False, True, False, False]
-    hold(holdings, huge := Wire(), "mallory", LIMIT + 1)
+    holdings.hold(huge := Wire(), "mallory", LIMIT + 1)
     assert (other.is_aborted, huge.is_aborted) == (False, True)
 
 
@@ -66,10 +53,10 @@ def test_what_is_held_never_exceeds_the_limit(steps: list[tuple[int, int]]) -> N
         wire = wires[number]
         wire.is_aborted = False
         if num_bytes < 0:
-            holdings.forget(cast(Any, wire))
+            holdings.forget(wire)
             held.pop(number, None)
         else:
-            hold(holdings, wire, f"client {number % 3}", num_bytes)
+            holdings.hold(wire, f"client {number % 3}", num_bytes)
             held[number] = num_bytes
         held = {each: size for each, size in held.items() if not wires[each].is_aborted}
         assert holdings.total == sum(held.values()) <= LIMIT
