@@ -23,6 +23,7 @@ from workers.engine.native_kernels import choose_kernels
 from workers.engine.pool_memory import pool_memory_gib
 from workers.engine.rank_groups import RankGroups, join_groups
 from workers.engine.runner import ModelRunner
+from workers.engine.warm_up import warm_up
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
 from workers.memory.copy import PinnedMemory
@@ -113,7 +114,7 @@ def _load(
     memory, host_region, pinned = _open_memory(spec, layout, device, backend, groups)
     is_stored = host_region is not None and config.hicache.is_stored
     runner = ModelRunner(model, memory.pool, attention, groups, spec.ownership, grammars)
-    runner.warm_up()
+    warm_up(runner)
     on_failure.callback(runner.drop_graphs)
     _capture_decode(spec, runner, make_capture, why_not_captured(config, spec.pool, **features))
     shape, rates = measured_rates(spec, store, model, memory.pool, attention, groups, dtype_name)

@@ -38,5 +38,5 @@ class FailingWorker(Worker):
         if (self.spec.role, self.spec.global_rank) == (Role(role), int(rank)):
             assert self._rank is not None
             runner: Any = self._rank.runner
-            runner._model = FailingModel(runner._model, int(num_calls))
+            runner.model = FailingModel(runner.model, int(num_calls))
         return record

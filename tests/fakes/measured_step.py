@@ -20,6 +20,7 @@ from workers.attention.native_backend import NativeAttention
 from workers.device import CPU
 from workers.engine.rank_groups import join_groups
 from workers.engine.runner import ModelRunner
+from workers.engine.warm_up import warm_up
 from workers.engine.weights import load_model
 from workers.kernels import elementwise
 from workers.memory.page_pool import PagePool
@@ -52,7 +53,7 @@ def main(*, folder: str, settings: dict[str, Any], rank: int, store: str, **step
     model = load_model(Path(folder), groups=groups.model)
     elementwise.register(CPU, model.dtype, library)
     runner = ModelRunner(model, _pool(spec, Path(folder)), attention, groups, spec.ownership)
-    runner.warm_up()
+    warm_up(runner)
     runner.run_dummy(1024, 1024)  # libraries allocate buffers for large products
     held = _status("VmRSS")
     # Writing 5 sets the peak to the present value.

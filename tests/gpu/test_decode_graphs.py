@@ -83,7 +83,7 @@ def test_replayed_steps_are_the_usual_ones(shape: dict[str, Any], dtype: torch.d
     """
     model = random_model(parse_model_config(shape), dtype, GPU)
     runner = runner_of(model, 200)
-    for part in chain.from_iterable(map(runner._pool.layer_view, range(model.config.num_layers))):
+    for part in chain.from_iterable(map(runner.pool.layer_view, range(model.config.num_layers))):
         part.normal_()
     runner.capture_decode(16, GraphCapture(torch.cuda.Stream(GPU.torch_device)))  # type: ignore[no-untyped-call]
     rng = random.Random(0)

@@ -23,6 +23,7 @@ from workers.engine.calibration import calibrate, shape_of
 from workers.engine.native_kernels import choose_kernels
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
+from workers.engine.warm_up import warm_up
 from workers.engine.weights import random_model, torch_dtype
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
@@ -73,7 +74,7 @@ class CpBenchRank:
         is_sharded = self._mode is CpMode.RING and cp > 1
         ownership = KvOwnership.SHARDED if is_sharded else KvOwnership.REPLICATED
         runner = ModelRunner(model, self._pool, self._backend, groups, ownership)
-        runner.warm_up()
+        warm_up(runner)
         shape = shape_of(model, self._config.dtype)
         rates = calibrate(model, self._pool, self._backend, groups.cp, shape)
         chooser = StrategyChooser(setting=StrategySetting.AUTO, cp=cp, shape=shape, rates=rates, mode=self._mode)

@@ -24,6 +24,7 @@ from workers.engine.captures import capture_maker
 from workers.engine.native_kernels import choose_kernels
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
+from workers.engine.warm_up import warm_up
 from workers.engine.weights import random_model, torch_dtype
 from workers.memory.huge_pages import use_huge_pages
 from workers.memory.page_pool import PagePool
@@ -216,7 +217,7 @@ def _make_runner(model: DecoderModel, most_tokens: int, batch_size: int) -> Mode
         use_huge_pages(pool.bytes.data_ptr(), pool.bytes.nbytes)
     attention = choose_kernels(AttentionSetting.AUTO, model, geometry).backend
     runner = ModelRunner(model, pool, attention, RankGroups())
-    runner.warm_up()
+    warm_up(runner)
     runner.capture_decode(batch_size, capture_maker(model.device)())
     return runner
 

@@ -2,8 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import torch
@@ -16,8 +14,6 @@ from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
 from cluster.spec.step_messages import ScheduledRequest, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
-from workers.attention.merge import Partial, merge_in_turn
-from workers.attention.runs import Run
 from workers.context_parallel.shard_plan import dummy_request, join_shapes, make_step_shape
 from workers.engine.attention_context import make_context
 from workers.engine.batch import StepInput, build_step_batch
@@ -30,21 +26,9 @@ from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.rank_groups import RankGroups
 from workers.engine.sampler import begin_sample, draw
 from workers.engine.step_context import CpExchange, StepContext
-from workers.layers.attention_config import LatentAttentionConfig
-from workers.layers.latent_attention import LatentHeads
-from workers.memory.copy import warm_up_copies
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import OnStored, PagePool
 from workers.models.decoder import DecoderModel
-
-_KERNEL_STEPS = [*product((1 << power for power in range(8)), (0, 1024)), (512, 0)]
-"""Steps, as (tokens per CP rank, prefix tokens), that compile every attention kernel on a GPU: with every block size,
-with and without partials, and after a prefix or over an equal number of rows from other ranks.
-"""
-_SELECTING_STEPS = [(1, 1 << 15), (1 << 8, 1 << 15)]
-"""Steps that compile the kernels for selected keys: of few and of many queries, with more keys than one program chooses
-from and than are scored at a time.
-"""
 
 
 class ModelRunner:
@@ -72,64 +56,13 @@ class ModelRunner:
         self._owners = groups.cp.size if ownership is KvOwnership.SHARDED else 1
         self._null_page = pool.num_pages * self._owners
         self._grammars = grammars
-        self._model = model
-        self._pool = pool
-        self._backend = backend
-        self._groups = groups
+        self.model = model
+        self.pool = pool
+        self.backend = backend
+        self.groups = groups
         self._exchange = CpExchange(groups.cp)
         self._sampled = SampledTokens()
         """Tokens of the latest step in which this rank's TP group sampled."""
-
-    def warm_up(self) -> None:
-        """Run small steps in the null page, so that libraries, groups and kernels are ready for the first request.
-
-        Every rank of the replica calls this.
-        """
-        steps = _KERNEL_STEPS if self._model.device.has_kernels else [(1, 0)]
-        if self._model.device.has_kernels and self._model.config.selects_keys:
-            steps = [*steps, *_SELECTING_STEPS]
-        for num_tokens, prefix_len in steps:
-            self.run_dummy(self._groups.cp.size * num_tokens, prefix_len)
-        if self._model.device.has_kernels:
-            self._attend_dummy()
-            self._merge_dummy()
-            self.sample_dummy(1)
-            warm_up_copies(self._pool)
-
-    def _attend_dummy(self) -> None:
-        """Attend to keys in pages and in rows, and to expanded latents, in every size of blocks.
-
-        A step uses the kernels of its strategy and its mix of extends, of which there are more than dummy steps.
-        """
-        model, pool = self._model, self._pool
-        shape, params = model.attention, model.attention.params
-        heads = next((module for module in model.modules() if isinstance(module, LatentHeads)), None)
-        with torch.inference_mode():
-            for num_queries, prefix_len in _KERNEL_STEPS:
-                num_keys = prefix_len + num_queries
-                table = torch.full((pages_for(num_keys, pool.page_size),), pool.num_pages)
-                rows = torch.zeros(num_keys, *pool.row_shape(0), dtype=model.dtype, device=model.device.torch_device)
-                query = rows.new_zeros(num_queries, shape.num_heads, shape.query_dim)
-                runs = [Run(0, prefix_len, num_queries, 1)]
-                paged = self._backend.prepare(runs, [table], pool.page_size)
-                paged.attend(query, *params.key_and_value(pool.layer_view(0)), params)
-                if self._groups.cp.size > 1:
-                    attention = self._backend.prepare_rows(runs, [Run(0, 0, num_keys, 1)])
-                    attention.attend(query, *params.key_and_value(pool.split(0, rows)), params)
-                if heads is not None:
-                    key, value = heads.expand(*pool.split(0, rows))
-                    attention = self._backend.prepare_rows(runs, [Run(0, 0, num_keys, 1)])
-                    attention.attend(key[:num_queries], key, value, replace(params, value_dim=value.shape[-1]))
-
-    def _merge_dummy(self) -> None:
-        """Merge partials in the model's dtype, and those that other ranks return in fp32, to compile the kernels."""
-        attention, config = self._model.attention, self._model.config.attention
-        widths = {attention.value_dim} if self._groups.cp.size > 1 else set[int]()
-        if isinstance(config, LatentAttentionConfig):
-            widths.add(config.value_dim)  # of tiles of expanded keys, also on one rank
-        for width, dtype in product(widths, {self._model.dtype, torch.float32}):
-            out = torch.zeros(1, attention.num_heads, width, device=self._model.device.torch_device)
-            merge_in_turn(Partial(each, out[..., 0].contiguous()) for each in (out, out.to(dtype, copy=True)))
 
     def run_dummy(
         self,
@@ -140,29 +73,29 @@ class ModelRunner:
         num_requests: int = 1,
     ) -> None:
         """Run a dummy prompt step of equal requests in the null page. Every rank of the replica calls this."""
-        num_pages = pages_for(prefix_len + num_tokens, self._pool.page_size)
+        num_pages = pages_for(prefix_len + num_tokens, self.pool.page_size)
         # Owners take turns, as in every request.
         null_pages = self._null_page + np.arange(num_pages, dtype=np.int64) % self._owners
         scheduled = [dummy_request(num_tokens, prefix_len)] * num_requests
-        dp, cp = self._model.groups.parallel.dp, self._groups.cp.size
+        dp, cp = self.model.groups.parallel.dp, self.groups.cp.size
         shape = join_shapes([make_step_shape(scheduled, strategy, passing, cp)] * dp, cp)[0]
         with torch.inference_mode():
-            tables = [[null_pages] * num_requests] * self._pool.num_lifetimes
+            tables = [[null_pages] * num_requests] * self.pool.num_lifetimes
             context, hidden = self._compute(StepInput(scheduled, tables, shape))
-            if self._groups.pipeline.is_last:
-                self._model.logits(context.last_layer.gather_sampled(hidden))
+            if self.groups.pipeline.is_last:
+                self.model.logits(context.last_layer.gather_sampled(hidden))
 
     def sample_dummy(self, num_rows: int) -> None:
         """Sample dummy tokens with top-p. Every rank of the replica calls this."""
-        if not self._groups.pipeline.is_last:
+        if not self.groups.pipeline.is_last:
             return
-        model, sampling = self._model, Sampling(temperature=1.0, top_p=0.5, seed=0)
+        model, sampling = self.model, Sampling(temperature=1.0, top_p=0.5, seed=0)
         with torch.inference_mode():
             hidden = torch.zeros(
                 num_rows, model.config.hidden_size, dtype=model.dtype, device=model.device.torch_device
             )
             logits = model.logits(hidden)
-            if self._groups.is_sampling_rank:
+            if self.groups.is_sampling_rank:
                 draw(logits, [sampling] * num_rows, range(num_rows))
 
     def capture_decode(self, most_requests: int, capture: Capture) -> str:
@@ -171,13 +104,13 @@ class ModelRunner:
 
         Every rank of the replica calls this. The replica must have one stage and no context parallelism.
         """
-        assert self._groups.cp.size == 1, "decode has no context parallelism"
-        assert not self._groups.pipeline.links, "decode steps cannot be captured with several stages"
+        assert self.groups.cp.size == 1, "decode has no context parallelism"
+        assert not self.groups.pipeline.links, "decode steps cannot be captured with several stages"
 
-        device = self._model.device
+        device = self.model.device
         used = device.used_bytes()
         with torch.inference_mode():
-            self._graphs = DecodeGraphs(self._model, self._pool, self._backend, most_requests, capture)
+            self._graphs = DecodeGraphs(self.model, self.pool, self.backend, most_requests, capture)
         self.graph_bytes = max(device.used_bytes() - used, 0)
         return self._graphs.why_none
 
@@ -196,7 +129,7 @@ class ModelRunner:
     @property
     def is_asynchronous(self) -> bool:
         """Return whether steps run in the background, so that the next one can be planned meanwhile."""
-        return self._model.device.is_asynchronous
+        return self.model.device.is_asynchronous
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         """Run a step. Return every sampled request's token on the sampling rank."""
@@ -209,10 +142,10 @@ class ModelRunner:
         replayed steps.
         """
         self._update_requests(plan)
-        with torch.inference_mode(), self._pool.in_step(load, on_stored):
+        with torch.inference_mode(), self.pool.in_step(load, on_stored):
             sampled = self._forward(plan) if any(plan.shape.shard_lens) else SampledTokens()
         # Sampled tokens arrive after everything else.
-        end = self._model.device.record_event() if sampled.pending is None else None
+        end = self.model.device.record_event() if sampled.pending is None else None
         return BegunStep({request.room: self.requests[request.room] for request in plan.scheduled}, sampled, end)
 
     def _update_requests(self, plan: StepPlan) -> None:
@@ -220,7 +153,7 @@ class ModelRunner:
             self.requests.pop(room, None)
             self._sampling_states.pop(room, None)
         for new in plan.new_requests:
-            self.requests[new.room] = KnownRequest.of(new, self._pool.num_lifetimes)
+            self.requests[new.room] = KnownRequest.of(new, self.pool.num_lifetimes)
         for scheduled in plan.scheduled:
             for table, pages in zip(self.requests[scheduled.room].tables, scheduled.new_pages, strict=False):
                 table.extend(pages, self._null_page)
@@ -228,14 +161,14 @@ class ModelRunner:
     def _forward(self, plan: StepPlan) -> SampledTokens:
         known = [self.requests[request.room] for request in plan.scheduled]
         page_tables = [
-            [request.tables[lifetime].all for request in known] for lifetime in range(self._pool.num_lifetimes)
+            [request.tables[lifetime].all for request in known] for lifetime in range(self.pool.num_lifetimes)
         ]
-        previous = self._sampled.input_of(plan.scheduled, self._model.groups.tp, self._model.device)
+        previous = self._sampled.input_of(plan.scheduled, self.model.groups.tp, self.model.device)
         step = StepInput(plan.scheduled, page_tables, plan.shape, previous)
         sampled_hidden = self._replay(step, is_loading=plan.layerwise_load is not None)
         if sampled_hidden is None:
             context, hidden = self._compute(step)
-            if not self._groups.pipeline.is_last:
+            if not self.groups.pipeline.is_last:
                 return SampledTokens()
             if context.batch.is_scored:
                 self._score_prompts(plan.scheduled, context, hidden)
@@ -244,11 +177,11 @@ class ModelRunner:
         if not sampled:
             # Without logits, ranks do not wait for each other, but the leader's step must not end before all ranks have
             # written.
-            self._model.groups.tp.all_reduce(torch.zeros(1, device=self._model.device.torch_device))
-        if not sampled or self._groups.cp.rank > 0:
+            self.model.groups.tp.all_reduce(torch.zeros(1, device=self.model.device.torch_device))
+        if not sampled or self.groups.cp.rank > 0:
             return SampledTokens()
-        logits = self._model.logits(sampled_hidden)
-        if self._groups.is_sampling_rank:
+        logits = self.model.logits(sampled_hidden)
+        if self.groups.is_sampling_rank:
             self._sampled = self._begin_sample(sampled, logits)
         else:
             self._sampled = SampledTokens([request.room for request in sampled])
@@ -269,21 +202,21 @@ class ModelRunner:
         """
         batch = build_step_batch(
             step,
-            cp=self._groups.cp.size,
-            cp_rank=self._groups.cp.rank,
-            page_size=self._pool.page_size,
-            null_slot=self._pool.null_slot,
-            device=self._model.device,
+            cp=self.groups.cp.size,
+            cp_rank=self.groups.cp.rank,
+            page_size=self.pool.page_size,
+            null_slot=self.pool.null_slot,
+            device=self.model.device,
             owners=self._owners,
         )
-        context = make_context(batch, self._pool, self._backend, self._exchange)
-        hidden = self._model(batch.token_ids, batch.positions, context, self._receive(context))
+        context = make_context(batch, self.pool, self.backend, self._exchange)
+        hidden = self.model(batch.token_ids, batch.positions, context, self._receive(context))
         self._send(hidden, context)
         return context, hidden
 
     def _receive(self, context: StepContext) -> torch.Tensor | None:
         """Return the hidden states of the previous stage, and pass on the keys that it has selected."""
-        model, pipeline = self._model, self._groups.pipeline
+        model, pipeline = self.model, self.groups.pipeline
         if pipeline.is_first:
             return None
 
@@ -297,9 +230,9 @@ class ModelRunner:
 
     def _send(self, hidden: torch.Tensor, context: StepContext) -> None:
         """Send hidden states to the next stage, and the selected keys if its first layer uses them."""
-        pipeline = self._groups.pipeline
+        pipeline = self.groups.pipeline
         pipeline.send(hidden)
-        if self._model.ends_shared and self._model.selected_keys(context):
+        if self.model.ends_shared and self.model.selected_keys(context):
             assert context.selection is not None, "a layer before has an indexer"
             pipeline.send(context.selection)
 
@@ -309,8 +242,8 @@ class ModelRunner:
             Asked(request.scored_ids, each.sampling.num_prompt_logprobs or 0)
             for request, each in zip(scheduled, known, strict=True)
         ]
-        logprobs = prompt_logprobs(self._model, self._groups.cp, context.batch, hidden, asked)
-        if self._groups.is_sampling_rank:
+        logprobs = prompt_logprobs(self.model, self.groups.cp, context.batch, hidden, asked)
+        if self.groups.is_sampling_rank:
             for request, added in zip(known, logprobs, strict=True):
                 request.prompt_logprobs.extend(added)
 
@@ -323,7 +256,7 @@ class ModelRunner:
             room = known.room
             if known.sampling.changes_logits:
                 if room not in self._sampling_states:
-                    self._sampling_states[room] = SamplingState(known, self._model.config.vocab_size, self._grammars)
+                    self._sampling_states[room] = SamplingState(known, self.model.config.vocab_size, self._grammars)
                 states[row] = self._sampling_states[room]
             # Prompt log-probabilities are reported with the first token.
             if known.prompt_logprobs:

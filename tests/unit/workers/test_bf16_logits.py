@@ -28,13 +28,13 @@ def logits_of(folder: Path, sequences: list[list[int]], monkeypatch: pytest.Monk
     pages_each = pages_for(max(map(len, sequences)), PAGE_SIZE)
     runner = native_runner(monkeypatch, folder, torch.bfloat16, PAGE_SIZE, len(sequences) * pages_each)
     runner.capture_decode(1, CallCapture())
-    found, logits = list[Tensor](), runner._model.logits
+    found, logits = list[Tensor](), runner.model.logits
 
     def noted(hidden: Tensor) -> Tensor:
         found.append(logits(hidden).clone())
         return found[-1].clone()
 
-    monkeypatch.setattr(runner._model, "logits", noted)
+    monkeypatch.setattr(runner.model, "logits", noted)
     for number, sequence in enumerate(sequences):
         room, prompt_len = Room(number), len(sequence) - NUM_DECODED
         new = NewRequest(room=room, prompt_len=prompt_len, owner_base=0, sampling=Sampling(), destination=None)

@@ -78,13 +78,13 @@ def test_replayed_steps_are_those_that_are_computed(
     folder = make_checkpoint(tmp_path, family)
     runner = native_runner(monkeypatch, folder, dtype, PAGE_SIZE, MOST * PAGES_PER_REQUEST)
     hidden: list[Tensor] = []
-    logits = runner._model.logits
+    logits = runner.model.logits
 
     def noted(x: Tensor) -> Tensor:
         hidden.append(x.clone())
         return logits(x)
 
-    monkeypatch.setattr(runner._model, "logits", noted)
+    monkeypatch.setattr(runner.model, "logits", noted)
     expected = [answers(runner, num_requests, 8) for num_requests in (1, 3, 17)]
     computed = hidden.copy()
     hidden.clear()
@@ -105,7 +105,7 @@ def test_products_by_onednn_are_captured(
     runner = native_runner(
         monkeypatch, make_checkpoint(tmp_path, "qwen3"), torch.bfloat16, PAGE_SIZE, MOST * PAGES_PER_REQUEST
     )
-    for matrix in runner._model.packed_matrices():
+    for matrix in runner.model.packed_matrices():
         native = matrix.native
         matrix.native = None if native is None or most_rows is None else native._replace(most_rows=most_rows)
     expected = [answers(runner, num_requests, 8) for num_requests in (1, 3, 16)]

@@ -57,7 +57,7 @@ def test_a_step_ends_when_its_writes_do(tmp_path: Path, *, samples: bool) -> Non
     """Otherwise a peer could get pages that are still being written. Sampling follows all writes."""
     events = StreamEvents()
     runner = runner_of(make_checkpoint(tmp_path, "llama"), Communicator("tp"))
-    runner._model.device = events
+    runner.model.device = events
     begun = runner.begin(plan_of(samples=samples))
     assert events.num_awaited == 0
     assert len(begun.wait()) == samples
@@ -70,11 +70,11 @@ def test_no_rank_ends_a_step_before_all_have_written(tmp_path: Path, monkeypatch
 
     def compute(tp: Communicator) -> list[bool]:
         runner = runner_of(folder, tp)
-        runner._pool.group("full_attention").zero_()
+        runner.pool.group("full_attention").zero_()
         had_written, meet = [], tp.all_reduce
 
         def all_reduce(tensor: Tensor) -> Tensor:
-            had_written.append(bool(runner._pool.group("full_attention")[:, :, -1].any()))
+            had_written.append(bool(runner.pool.group("full_attention")[:, :, -1].any()))
             return meet(tensor)
 
         monkeypatch.setattr(tp, "all_reduce", all_reduce)

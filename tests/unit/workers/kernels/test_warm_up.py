@@ -26,9 +26,9 @@ from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton import backend, selection
 from workers.attention.triton.backend import TritonAttention
-from workers.engine import runner
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
+from workers.engine.warm_up import KERNEL_STEPS, merge_dummy, warm_up
 from workers.engine.weights import load_model
 from workers.kernels import copy_pages, sampling
 from workers.kernels.attention import Blocks, blocks_for
@@ -54,7 +54,7 @@ def test_attention_is_warmed_up_in_blocks_of_every_size(tmp_path: Path, monkeypa
         lse.zero_()
 
     monkeypatch.setattr(backend, "attend", note_attend)
-    one.warm_up()
+    warm_up(one)
     groups, dim = config.attention.num_heads // config.attention.num_kv_heads, config.attention.head_dim
     blocks = {
         blocks_for(num_queries, groups, head_dim=dim, value_dim=dim, itemsize=2, page_size=64)
@@ -88,7 +88,7 @@ def test_selections_are_warmed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(selection, "choose", note_choice)
     for module in (backend, selection):
         monkeypatch.setattr(module, "attend", note_attend)
-    ModelRunner(model, pool, TritonAttention(), RankGroups()).warm_up()
+    warm_up(ModelRunner(model, pool, TritonAttention(), RankGroups()))
     assert seen >= {"score_run", "score_tokens", ("attention", True), ("attention", False)}
     assert seen >= {("choice", True, True), ("choice", False, False)}
 
@@ -108,7 +108,7 @@ def test_sampling_and_copying_are_warmed_up(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sampling, "win_race", win_race)
     monkeypatch.setattr(copy_pages, "copy_pages", lambda *_: launched.append("copies"))
     monkeypatch.setattr(ModelRunner, "run_dummy", lambda *_: None)  # slow, and covered above
-    ModelRunner(model, pool, TritonAttention(), RankGroups()).warm_up()
+    warm_up(ModelRunner(model, pool, TritonAttention(), RankGroups()))
     assert launched == ["cutoffs", "race", "copies"]
 
 
@@ -128,7 +128,7 @@ def test_kernels_for_rows_of_ranks_are_warmed_up(kv_heads: int, monkeypatch: pyt
         runs = [Run(0, num_keys - num_queries, num_queries, 1)], [Run(0, 0, num_keys, 1)]
         TritonAttention().prepare_rows(*runs).attend(query, key, key, params_for(query))
 
-    for num_tokens, _ in runner._KERNEL_STEPS:
+    for num_tokens, _ in KERNEL_STEPS:
         attend(num_tokens, num_tokens)
         attend(1, num_tokens)
     warm = set(seen)
@@ -145,7 +145,7 @@ def compute_any_steps(
 
     Some requests have no tokens on some ranks, and some have no prefix.
     """
-    rng, pages = random.Random(0), range(pages_for(max(counts) + max(prefix_lens), one._pool.page_size))
+    rng, pages = random.Random(0), range(pages_for(max(counts) + max(prefix_lens), one.pool.page_size))
     passings = [None] if ownership is KvOwnership.REPLICATED else list(Passing)
     for strategy, passing in product(Strategy, passings):
         for _ in range(4):
@@ -178,7 +178,7 @@ def test_attention_of_any_strategy_and_mix_of_extends_is_warmed_up(
         model = load_model(folder, dtype=torch.bfloat16, device=CpuWithKernels())
         pool = PagePool.of_one_rank(model.config.kv_geometry("m", "bfloat16", 64), 200)
         one = ModelRunner(model, pool, TritonAttention(), RankGroups(cp=group), ownership, None)
-        one.warm_up()
+        warm_up(one)
         seen.kernels = set()
         compute_any_steps(one, group.size, ownership, [1, 5, 131, 1500], [0, 1024, 5000])
         return warm, seen.kernels
@@ -210,7 +210,7 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
             20, config.attention.num_kv_heads, config.num_layers, 16, config.attention.head_dim, torch.bfloat16
         )
         one = ModelRunner(model, pool, TorchAttention(), RankGroups(cp=group), ownership, None)
-        one.warm_up()
+        warm_up(one)
         merged.kinds = set()
         compute_any_steps(one, group.size, ownership, [1, 2, 50], [0, 100])
         return warm, merged.kinds
@@ -230,7 +230,7 @@ def test_tiles_of_expanded_keys_are_merged_before(tmp_path: Path, monkeypatch: p
 
     kernels_on_cpu(monkeypatch)
     monkeypatch.setattr(merging, "merge_into", note_merge)
-    ModelRunner(model, pool, TritonAttention(), RankGroups())._merge_dummy()
+    merge_dummy(ModelRunner(model, pool, TritonAttention(), RankGroups()))
     assert isinstance(model.config.attention, LatentAttentionConfig)
     assert model.attention.value_dim != model.config.attention.value_dim
     assert merged == {(model.config.attention.value_dim, dtype) for dtype in (torch.bfloat16, torch.float32)}
