@@ -28,10 +28,13 @@ def key_headers() -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key is not None else {}
 
 
-def status_error(response: httpx.Response, prefix: str = "") -> EndpointError:
-    """Return the error of a response with a status other than 200, which has been read."""
+def checked(response: httpx.Response, prefix: str = "") -> httpx.Response:
+    """Return a response with status 200. Raise EndpointError for any other one, after ``prefix``."""
+    if response.status_code == 200:
+        return response
+    response.read()
     hint = f"; set {API_KEY.name}" if response.status_code == 401 else ""
-    return EndpointError(f"{prefix}HTTP {response.status_code}: {error_message(response.text)}{hint}")
+    raise EndpointError(f"{prefix}HTTP {response.status_code}: {error_message(response.text)}{hint}")
 
 
 def first_model(client: httpx.Client) -> str:
@@ -40,9 +43,7 @@ def first_model(client: httpx.Client) -> str:
     Raises:
         EndpointError: the endpoint lists no model, or responds with an error.
     """
-    response = client.get("/v1/models")
-    if response.status_code != 200:
-        raise status_error(response, "/v1/models: ")
+    response = checked(client.get("/v1/models"), "/v1/models: ")
     try:
         return str(response.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -56,9 +57,7 @@ def count_tokens(client: httpx.Client, model: str, text: str) -> int:
         EndpointError: the endpoint responds with an error.
     """
     response = client.post("/tokenize", json={"model": model, "prompt": text, "add_special_tokens": False})
-    if response.status_code != 200:
-        raise status_error(response, "/tokenize: ")
-    return int(response.json()["count"])
+    return int(checked(response, "/tokenize: ").json()["count"])
 
 
 def parse_line(line: str) -> dict[str, Any] | None:

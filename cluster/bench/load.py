@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from cluster.bench.endpoint import FORM_ERRORS, EndpointError, key_headers, parse_line, status_error, wrong_event
+from cluster.bench.endpoint import FORM_ERRORS, EndpointError, checked, key_headers, parse_line, wrong_event
 from cluster.bench.workload import PlannedRequest, Workload
 
 _RUN_SALT = secrets.token_hex(8)
@@ -176,7 +176,7 @@ async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], recor
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             await response.aread()
-            raise status_error(response)
+        checked(response)
         record.trace_path = response.headers.get("x-baton-trace")
         async for line in response.aiter_lines():
             event = parse_line(line)
@@ -212,9 +212,7 @@ def fetch_trace(url: str, record: RequestRecord) -> bytes:
     if record.trace_path is None:
         raise EndpointError(f"no trace: {record.error or 'this endpoint does not trace requests'}")
     response = httpx.get(f"{url.rstrip('/')}{record.trace_path}", timeout=60.0, headers=key_headers())
-    if response.status_code != 200:
-        raise status_error(response, "no trace: ")
-    return response.content
+    return checked(response, "no trace: ").content
 
 
 def summarize(records: Sequence[RequestRecord], goals: Goals | None = None) -> Report:

@@ -13,10 +13,10 @@ import typer
 from cluster.bench.endpoint import (
     ENDPOINT_ERRORS,
     FORM_ERRORS,
+    checked,
     first_model,
     key_headers,
     parse_line,
-    status_error,
     wrong_event,
 )
 from cluster.cli.commands import Cluster
@@ -105,9 +105,7 @@ class Conversation:
         }
         sent_s, first_s, num_tokens = time.monotonic(), None, 0
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                response.read()
-                raise status_error(response)
+            checked(response)
             for line in response.iter_lines():
                 event = parse_line(line) or {}
                 try:

@@ -111,10 +111,10 @@ def read_figures(router_url: str) -> RouterFigures | str:
     """Read a router's counts twice. Return the reason if it does not give them."""
     import httpx
 
-    from cluster.bench.endpoint import key_headers, status_error
+    from cluster.bench.endpoint import EndpointError, checked, key_headers
 
     def read(client: httpx.Client) -> dict[str, Any]:
-        reply: dict[str, Any] = client.get("/status").raise_for_status().json()
+        reply: dict[str, Any] = checked(client.get("/status"), "router: ").json()
         return reply
 
     try:
@@ -123,8 +123,8 @@ def read_figures(router_url: str) -> RouterFigures | str:
             before = read(client)
             time.sleep(_SAMPLE_S)
             now = read(client)
-    except httpx.HTTPStatusError as error:
-        return str(status_error(error.response, "router: "))
+    except EndpointError as error:
+        return str(error)
     except httpx.HTTPError:
         return "router: does not respond"
     totals, seconds = now["totals"], max(float(now["time"] - before["time"]), _SAMPLE_S)
