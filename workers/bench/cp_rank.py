@@ -91,7 +91,7 @@ class CpBenchRank:
         groups, runner, _ = self._groups[way.cp]
         groups.cp.barrier()
         before_s, before_bytes, start_s = _waits_s(groups), _received_bytes(groups), time.perf_counter()
-        runner.execute(plan)
+        runner.begin(plan).wait()
         seconds = time.perf_counter() - start_s
         waited_s, projections_s = map(sub, _waits_s(groups), before_s)
         return StepTime(seconds, waited_s, projections_s, _received_bytes(groups) - before_bytes)

@@ -10,7 +10,7 @@ from cluster.grammar import Grammars
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.registry import KvOwnership
-from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
+from cluster.spec.sampling import Sampling, TokenLogprobs
 from cluster.spec.step_messages import ScheduledRequest, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
@@ -130,10 +130,6 @@ class ModelRunner:
     def is_asynchronous(self) -> bool:
         """Return whether steps run in the background, so that the next one can be planned meanwhile."""
         return self.model.device.is_asynchronous
-
-    def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
-        """Run a step. Return every sampled request's token on the sampling rank."""
-        return self.begin(plan).wait()
 
     def begin(self, plan: StepPlan, load: LayerwiseLoad | None = None, on_stored: OnStored | None = None) -> BegunStep:
         """Start a step, which may use tokens that the previous step has not sampled yet. On a CPU, compute all of it.

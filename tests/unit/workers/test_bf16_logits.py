@@ -49,7 +49,8 @@ def logits_of(folder: Path, sequences: list[list[int]], monkeypatch: pytest.Monk
                 output_position=position,
             )
             requests, shape = [] if position else [new], make_step_shape([row])
-            runner.execute(StepPlan(step=1, shape=shape, new_requests=requests, scheduled=[row], releases=[]))
+            plan = StepPlan(step=1, shape=shape, new_requests=requests, scheduled=[row], releases=[])
+            runner.begin(plan).wait()
             first_position += len(chunk)
     return torch.cat(found)
 

@@ -47,7 +47,7 @@ def answers(runner: ModelRunner, num_requests: int, num_steps: int) -> list[list
         for number, room in enumerate(rooms)
     ]
     tokens: list[list[int]] = [[] for _ in rooms]
-    found = runner.execute(plan(1, prompts, new, []))
+    found = runner.begin(plan(1, prompts, new, [])).wait()
     for step in range(num_steps):
         for number, room in enumerate(rooms):
             if room in found:
@@ -64,8 +64,8 @@ def answers(runner: ModelRunner, num_requests: int, num_steps: int) -> list[list
             )
             for number, room in enumerate(open_rooms)
         ]
-        found = runner.execute(plan(step + 2, rows, [], []))
-    runner.execute(plan(99, [], [], rooms))
+        found = runner.begin(plan(step + 2, rows, [], [])).wait()
+    runner.begin(plan(99, [], [], rooms)).wait()
     return tokens
 
 

@@ -276,9 +276,8 @@ def test_a_rank_that_captures_nothing_says_why(tmp_path: Path, monkeypatch: pyte
     row = ScheduledRequest(
         room=Room(1), first_position=0, token_ids=[5], new_pages=[[0]], samples=True, output_position=0
     )
-    loaded.runner.execute(
-        StepPlan(step=1, shape=make_step_shape([row]), new_requests=[new], scheduled=[row], releases=[])
-    )
+    plan = StepPlan(step=1, shape=make_step_shape([row]), new_requests=[new], scheduled=[row], releases=[])
+    loaded.runner.begin(plan).wait()
     assert loaded.runner.graph_steps == {"a reason": 1}
     loaded.close()
 
