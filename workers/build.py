@@ -126,7 +126,11 @@ def _make_prefill_leader(
 
 
 def make_tier_worker(
-    spec: WorkerSpec, rank: Rank, records: list[RankRecord], open_outbox: Callable[[], Outbox]
+    spec: WorkerSpec,
+    rank: Rank,
+    records: list[RankRecord],
+    open_outbox: Callable[[], Outbox],
+    on_failure: Callable[[Exception], None],
 ) -> TierWorker | None:
     if rank.host_region is None:
         return None
@@ -134,7 +138,7 @@ def make_tier_worker(
     copier = Copier(records, spec.global_rank, memory, rank.backend)
     record, storage = records[spec.global_rank], make_storage(spec.config.hicache.storage, spec.host)
     store = PageStore(storage, record, rank.weights) if storage else None
-    return TierWorker(copier, store, spec.global_rank, records[0].address, open_outbox)
+    return TierWorker(copier, store, spec.global_rank, records[0].address, open_outbox, on_failure)
 
 
 def make_kv_sender(

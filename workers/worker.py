@@ -83,7 +83,7 @@ class Worker:
         """Work until Shutdown, or raise the error that ended this rank. ``records`` are ordered by global rank."""
         assert self._rank is not None, "run before load"
         own, region = records[self.spec.global_rank], self._rank.memory.region.buffer
-        tiers = make_tier_worker(self.spec, self._rank, records, partial(Outbox, self._key))
+        tiers = make_tier_worker(self.spec, self._rank, records, partial(Outbox, self._key), self._fail)
         with (
             closing(Outbox(self._key)) as outbox,
             closing(tiers) if tiers is not None else nullcontext(),

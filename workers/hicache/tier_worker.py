@@ -33,8 +33,14 @@ class TierWorker:
         global_rank: int,
         leader_address: str,
         open_outbox: Callable[[], Outbox],
+        on_failure: Callable[[Exception], None],
     ) -> None:
-        """Start the queues, each with its own outbox. ``store`` is None if there is no storage."""
+        """Start the queues, each with its own outbox.
+
+        Args:
+            store: None if there is no storage.
+            on_failure: called on a queue's thread with the exception that ended it.
+        """
         self._copier = copier
         self._store = store
         self._global_rank = global_rank
@@ -44,7 +50,8 @@ class TierWorker:
         """Layerwise loads by job id."""
         names = ("saves", "loads", "reads", "writes") if store else ("saves", "loads")
         self._queues = {
-            name: _JobQueue(f"hicache-{name}", leader_address, open_outbox(), self._do, self._refuse) for name in names
+            name: _JobQueue(f"hicache-{name}", leader_address, open_outbox(), self._do, self._refuse, on_failure)
+            for name in names
         }
 
     def submit(self, job: TierJob) -> None:
@@ -150,20 +157,29 @@ class _JobQueue:
     timeouts have passed.
     """
 
-    def __init__(self, name: str, leader_address: str, outbox: Outbox, work: Work, refuse: Refuse) -> None:
-        """Start the threads. The queue owns the outbox."""
+    def __init__(
+        self,
+        name: str,
+        leader_address: str,
+        outbox: Outbox,
+        work: Work,
+        refuse: Refuse,
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        """Start the threads. The queue owns the outbox. ``on_failure`` gets the error that ends a thread."""
         self._leader_address = leader_address
         self._outbox = outbox
         self._work = work
         self._refuse = refuse
+        self._on_failure = on_failure
         self._changed = threading.Condition()
         """Lock that guards the fields below and the outbox."""
         self._waiting: deque[tuple[TierJob, float]] = deque()
         """Jobs with their arrival times."""
         self._is_busy = self._is_stopped = False
         self._threads = [
-            threading.Thread(target=self._do_jobs, name=name, daemon=True),
-            threading.Thread(target=self._refuse_jobs, name=f"{name}-late", daemon=True),
+            threading.Thread(target=self._run, args=[self._do_jobs], name=name, daemon=True),
+            threading.Thread(target=self._run, args=[self._refuse_jobs], name=f"{name}-late", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -188,6 +204,12 @@ class _JobQueue:
             return False
         self._outbox.close()
         return True
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except Exception as error:  # a rank that cannot report its jobs must end
+            self._on_failure(error)
 
     def _do_jobs(self) -> None:
         while (item := self._next()) is not None:

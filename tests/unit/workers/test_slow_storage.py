@@ -159,7 +159,9 @@ def test_jobs_queued_after_a_hanging_one_time_out() -> None:
         def close(self) -> None: ...
 
     outbox = ReportingOutbox()
-    worker = tier_worker.TierWorker(cast(Any, FakeCopier()), cast(Any, Store()), 3, "leader", lambda: cast(Any, outbox))
+    worker = tier_worker.TierWorker(
+        cast(Any, FakeCopier()), cast(Any, Store()), 3, "leader", lambda: cast(Any, outbox), list[Exception]().append
+    )
     worker.submit(TierJob(job_id=0, kind=TierJobKind.FETCH, pages=PAGES, timeout_s=0.0))
     assert entered.wait(10.0)
     for number, timeout_s in ((1, 60.0), (2, 0.02), (3, 0.01)):
@@ -201,7 +203,9 @@ def test_a_worker_ends_though_storage_hangs(
             calls.append("close")
 
     monkeypatch.setattr(tier_worker, "CLOSE_S", 0.05 if hangs else 10.0)
-    worker = tier_worker.TierWorker(cast(Any, FakeCopier()), cast(Any, Store()), 0, "leader", cast(Any, FakeOutbox))
+    worker = tier_worker.TierWorker(
+        cast(Any, FakeCopier()), cast(Any, Store()), 0, "leader", cast(Any, FakeOutbox), list[Exception]().append
+    )
     for number in range(3):
         worker.submit(TierJob(job_id=number, kind=TierJobKind.STORE, pages=PAGES, timeout_s=1.0))
     assert entered.wait(10.0)
@@ -211,3 +215,24 @@ def test_a_worker_ends_though_storage_hangs(
     go_on.set()
     assert calls == ["store", "stop", *([] if hangs else ["close"])]
     assert ("gave up on unfinished tier jobs after 0.05 s: writes" in caplog.text) is hangs
+
+
+def test_an_error_outside_a_job_ends_the_rank() -> None:
+    class Store:
+        def store(self, pages: Sequence[object], *_: object) -> list[bool]:
+            return [True] * len(pages)
+
+        def figures(self) -> None:
+            raise RuntimeError("a bug")
+
+        def stop(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    failures = queue.SimpleQueue[Exception]()
+    worker = tier_worker.TierWorker(
+        cast(Any, FakeCopier()), cast(Any, Store()), 0, "leader", cast(Any, FakeOutbox), failures.put
+    )
+    worker.submit(TierJob(job_id=0, kind=TierJobKind.STORE, pages=PAGES, timeout_s=1.0))
+    assert str(failures.get(timeout=10.0)) == "a bug"
+    worker.close()
