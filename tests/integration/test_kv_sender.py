@@ -200,6 +200,28 @@ def test_a_failed_transfer_does_not_restart_with_the_next_chunk(decode: Inbox, l
     assert (sender.num_open, sender._failed) == (0, set())
 
 
+def test_a_transfer_that_fails_between_its_release_and_its_cancellation_leaves_no_state(
+    decode: Inbox, leader: Inbox
+) -> None:
+    backend, mine, source, target, new = case_of(decode)
+    last = plan_of(new, PAGES)
+    first = replace(
+        last, scheduled=[replace(last.scheduled[0], first_position=0, token_ids=[1] * 3 * PAGE_SIZE, samples=False)]
+    )
+    with closing(sender_of(mine, leader, source, backend)) as sender:
+        backend.failing.add(target.endpoint.session)
+        backend.gate.clear()
+        sender.before_step(first)
+        sender.after_step(first, {ROOM: known_of(new, [PAGES])})
+        assert backend.is_writing.wait(60)
+        sender.after_step(replace(last, new_requests=[], scheduled=[], releases=[ROOM]), {})
+        backend.gate.set()
+        assert_reported(leader, SendState.FAILED)
+        sender.cancel(CancelSend(room=ROOM))
+        assert_reported(leader, SendState.DRAINED)
+    assert (sender.num_open, sender._failed) == (0, set())
+
+
 def test_a_transfer_that_fails_after_its_last_chunk_leaves_no_state(decode: Inbox, leader: Inbox) -> None:
     """The room may have been released already, and is not released again."""
     backend, mine, source, target, new = case_of(decode)

@@ -101,7 +101,9 @@ class KvSender:
         """Open transfers by room."""
         self._early_ends = early_ends(record.layout, least_span_bytes) if record.role is Role.PREFILL else []
         self._failed: set[Room] = set()
-        """Rooms of failed transfers. A room is kept until no step computes its request any more."""
+        """Rooms of failed transfers. A room is kept until the leader's CancelSend, which follows the last step that
+        computes its request.
+        """
         self._mapped: dict[ReplicaId, dict[Endpoint, Incarnation]] = {}
         """Memory of each decode replica that transfers may have mapped, with the incarnations that own it."""
         self._outbox = outbox
@@ -145,7 +147,6 @@ class KvSender:
             for transfer, request, num_computed in self._outgoing(plan, requests):
                 self._send(transfer, transfer.session.advance(request.pages, num_computed))
                 self._end_if_over(transfer.session)
-            self._failed.difference_update(plan.releases)
 
     def _outgoing(
         self, plan: StepPlan, requests: Mapping[Room, OutgoingRequest]
@@ -259,7 +260,7 @@ class KvSender:
                     interval = Interval(KV_SENDER, "write", outcome.start_s, outcome.end_s, facts)
                     self._recorder.add(outcome.room, interval)
                 case WriteFailed():
-                    # After a cancellation, no step computes the request, and its release may have passed.
+                    # After a cancellation, no step computes the request.
                     if session.state is SendState.SENDING and not session.saw_last_chunk:
                         self._failed.add(session.room)
                     session.failed(outcome.reason)
@@ -282,6 +283,7 @@ class KvSender:
     def cancel(self, message: CancelSend) -> None:
         """Stop writing for a transfer, even an unknown one, and report once no write is in flight."""
         with self._lock:
+            self._failed.discard(message.room)
             if (transfer := self._transfers.get(message.room)) is not None:
                 transfer.session.cancel()
                 self._writer.cancel(message.room)
