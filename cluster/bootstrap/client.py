@@ -186,13 +186,15 @@ class LeaseRenewer:
         token: str,
         record: RankRecord,
         interval_s: float,
-        on_refused: Callable[[TableRefusedError], None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
-        """Prepare the thread, which calls ``on_refused`` and ends if the table refuses this incarnation."""
+        """Prepare the thread. ``on_failure`` gets the error that ends it: TableRefusedError if the table refuses this
+        incarnation.
+        """
         self._client = BootstrapClient(url, token)
         self._record = record
         self._interval_s = interval_s
-        self._on_refused = on_refused
+        self._on_failure = on_failure
         self._stopping = threading.Event()
         self._due = threading.Event()
         self._thread = threading.Thread(target=self._run, name="alive", daemon=True)
@@ -215,11 +217,11 @@ class LeaseRenewer:
         while not self._stopping.is_set():
             try:
                 self._report()
-            except TableRefusedError as error:
-                self._on_refused(error)
-                return
-            except BatonError as error:  # the service is away, or has given up this request
-                _log.info("%s", error)
+            except Exception as error:
+                if isinstance(error, TableRefusedError) or not isinstance(error, BatonError):
+                    self._on_failure(error)
+                    return
+                _log.info("%s", error)  # the service is away, or has given up this request
             self._due.wait(self._interval_s)
             self._due.clear()
 
@@ -233,7 +235,7 @@ class LeaseRenewer:
 class ReplicaRegistrar(LeaseRenewer):
     """Threads of a leader: one registers all records and sends heartbeats, another passes new tables to ``on_table``.
 
-    ``load``, ``on_table`` and ``on_refused`` are called from these threads. Heartbeats stop if the table rejects the
+    ``load``, ``on_table`` and ``on_failure`` are called from these threads. Heartbeats stop if the table rejects the
     replica because a later incarnation is known or its records are inconsistent.
     """
 
@@ -245,9 +247,9 @@ class ReplicaRegistrar(LeaseRenewer):
         load: Callable[[], ReplicaLoad],
         on_table: Callable[[TableSnapshot], None],
         interval_s: float,
-        on_refused: Callable[[TableRefusedError], None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
-        super().__init__(url, token, records[0], interval_s, on_refused)
+        super().__init__(url, token, records[0], interval_s, on_failure)
         self._records = tuple(records)
         self._digest = records_digest(records)
         self._load = load
@@ -281,9 +283,13 @@ class ReplicaRegistrar(LeaseRenewer):
             _log.info("the bootstrap service is unavailable; the lease of %s will expire", self._record.replica)
 
     def _watch(self, client: BootstrapClient) -> None:
-        for snapshot in follow_table(client.watch, lambda: WATCH_S):
-            if self._stopping.is_set():
-                client.close()
-                return
-            if snapshot is not None:
-                self._on_table(snapshot)
+        try:
+            for snapshot in follow_table(client.watch, lambda: WATCH_S):
+                if self._stopping.is_set():
+                    return
+                if snapshot is not None:
+                    self._on_table(snapshot)
+        except Exception as error:  # a leader that gets no tables must end
+            self._on_failure(error)
+        finally:
+            client.close()

@@ -206,12 +206,12 @@ def test_the_end_of_every_router_process_is_reported(client: BootstrapClient) ->
     assert client.table().reaped == {"router": 2, "router-1": 2}
 
 
-def registrar_of(url: str, tables: list[TableSnapshot], refusals: list[TableRefusedError]) -> ReplicaRegistrar:
-    return ReplicaRegistrar(url, TOKEN, RECORDS, ReplicaLoad, tables.append, 0.05, refusals.append)
+def registrar_of(url: str, tables: list[TableSnapshot], failures: list[Exception]) -> ReplicaRegistrar:
+    return ReplicaRegistrar(url, TOKEN, RECORDS, ReplicaLoad, tables.append, 0.05, failures.append)
 
 
-def follower_of(url: str, refusals: list[TableRefusedError]) -> LeaseRenewer:
-    return LeaseRenewer(url, TOKEN, RECORDS[1], 0.05, refusals.append)
+def follower_of(url: str, failures: list[Exception]) -> LeaseRenewer:
+    return LeaseRenewer(url, TOKEN, RECORDS[1], 0.05, failures.append)
 
 
 def test_lease_keeper_registers_renews_and_leaves(url: str, client: BootstrapClient) -> None:
@@ -317,15 +317,35 @@ def test_lease_keeper_goes_on_after_a_refusal_that_its_own_pause_has_caused(
 
 def test_lease_keeper_of_an_old_start_falls_silent(url: str, client: BootstrapClient) -> None:
     client.register(make_record(P0, 0, CP2, incarnation=7))
-    refusals: list[TableRefusedError] = []
-    registrar, follower = registrar_of(url, [], refusals), follower_of(url, refusals)
+    failures: list[Exception] = []
+    registrar, follower = registrar_of(url, [], failures), follower_of(url, failures)
     registrar.start()
     follower.start()
-    wait_until(lambda: len(refusals) >= 2)
+    wait_until(lambda: len(failures) >= 2)
     time.sleep(0.2)
     registrar.stop()
     follower.stop()
+    refusals = [error for error in failures if isinstance(error, TableRefusedError)]
     assert [error.code for error in refusals] == [RefusalCode.SUPERSEDED] * 2
     entry = client.table().find(P0)
     assert entry is not None
     assert entry.incarnation == 7
+
+
+@pytest.mark.parametrize("thread", ["lease", "table"])
+def test_an_error_that_ends_a_thread_is_reported(url: str, thread: str) -> None:
+    failures: list[Exception] = []
+
+    def load() -> ReplicaLoad:
+        assert thread != "lease", "a bug"
+        return ReplicaLoad()
+
+    def on_table(_: TableSnapshot) -> None:
+        if thread == "table":
+            raise PeerUnreachableError("a full queue")
+
+    registrar = ReplicaRegistrar(url, TOKEN, RECORDS, load, on_table, 0.05, failures.append)
+    registrar.start()
+    wait_until(lambda: failures)
+    registrar.stop()
+    assert type(failures[0]) is (AssertionError if thread == "lease" else PeerUnreachableError)
