@@ -8,7 +8,7 @@ from collections.abc import Callable
 from math import inf
 
 from cluster.channel import Outbox, send_or_log
-from cluster.spec.errors import TransferError
+from cluster.spec.errors import PeerLostError, TransferError
 from cluster.spec.tiers import JOB_QUEUES, TierJob, TierJobKind, TierJobResult
 from workers.device import Event
 from workers.hicache.copier import Copier
@@ -87,9 +87,11 @@ class TierWorker:
                 done, num_bytes = self._copy(job)
             else:
                 done, num_bytes = self._use_storage(job, start_s - waited_s, failures)
+        except TransferError as error:  # bytes may still arrive, so the pages must not be given back
+            raise PeerLostError(f"tier job {job.job_id} cannot read the host memory of a peer: {error}") from error
         except Exception as error:  # the leader must learn that these pages are missing
             _log.warning("tier job %d (%s) failed: %r", job.job_id, job.kind, error)
-            failures["transfer" if isinstance(error, TransferError) else "error"] += 1
+            failures["error"] += 1
             done, num_bytes = [False] * len(job.pages), 0
         return TierJobResult(
             job_id=job.job_id,
@@ -145,7 +147,7 @@ class TierWorker:
 
 
 Work = Callable[[TierJob, float], TierJobResult]
-"""Function that runs a job, given how many seconds the job has waited. It must not raise an error."""
+"""Function that runs a job, given how many seconds the job has waited. An error ends the rank."""
 Refuse = Callable[[TierJob], TierJobResult]
 """Function that returns the result of a job that waited too long to start."""
 

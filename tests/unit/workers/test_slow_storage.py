@@ -6,10 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from cluster.spec.errors import PeerLostError, TransferError
 from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult
 from tests.fakes.page_stores import RankStore, page_of, records_of, sizes
 from workers.hicache import tier_worker
@@ -236,3 +238,22 @@ def test_an_error_outside_a_job_ends_the_rank() -> None:
     worker.submit(TierJob(job_id=0, kind=TierJobKind.STORE, pages=PAGES, timeout_s=1.0))
     assert str(failures.get(timeout=10.0)) == "a bug"
     worker.close()
+
+
+def test_a_failed_read_ends_the_rank_without_giving_its_pages_back() -> None:
+    """Bytes that are still under way would reach the pages' next owner."""
+
+    class Reader(FakeCopier):
+        memory = SimpleNamespace(record_event=lambda: None)
+
+        def load(self, *_: object) -> int:
+            raise TransferError("the transport gave up")
+
+    failures, outbox = queue.SimpleQueue[Exception](), ReportingOutbox()
+    worker = tier_worker.TierWorker(cast(Any, Reader()), None, 0, "leader", lambda: cast(Any, outbox), failures.put)
+    worker.submit(TierJob(job_id=0, kind=TierJobKind.LOAD, pages=PAGES))
+    error = failures.get(timeout=10.0)
+    assert isinstance(error, PeerLostError), "the peer's own error, if any, matters more"
+    assert "the transport gave up" in str(error)
+    worker.close()
+    assert outbox.sent.empty()
