@@ -221,7 +221,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """Outcome of a failed job. The transfer's later jobs are skipped."""
+    """Outcome of a failed job, which moves no more bytes. The transfer's later jobs are skipped."""
 
     room: Room
     reason: str
@@ -271,6 +271,8 @@ class SenderThread:
         self._on_failure = on_failure
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._barred: set[Room] = set()
+        self._failing: set[Room] = set()
+        """Barred rooms whose failure is reported once the backend moves no more of their bytes."""
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
         self._thread.start()
@@ -280,7 +282,7 @@ class SenderThread:
         self._queue.put(partial(self._send, job))
 
     def cancel(self, room: Room) -> None:
-        """Stop writing for a transfer. The outcome Cancelled confirms the cancellation."""
+        """Stop writing for a transfer. The outcome Cancelled confirms the cancellation, unless a job has failed."""
         self._barred.add(room)
         self._queue.put(partial(self._confirm_cancel, room))
 
@@ -302,6 +304,8 @@ class SenderThread:
             self._on_failure(error)
 
     def _confirm_cancel(self, room: Room) -> None:
+        if room in self._failing:
+            return  # the outcome will be WriteFailed
         self._barred.discard(room)
         self._on_outcome(Cancelled(room))
 
@@ -309,20 +313,36 @@ class SenderThread:
         if self._is_stopped(job):
             return  # after a failure, the pages may already belong to another request
         start_s = time.monotonic()
+        writes: Sequence[Write] = ()
         try:
             writes, digests = job.prepare()
             is_whole = self._write(job, writes)
         # only this transfer fails; others continue
         except Exception as error:
             self._barred.add(job.room)
-            self._on_outcome(WriteFailed(job.room, str(error) or repr(error)))
-            # This runs after every queued job of the transfer.
-            self._queue.put(partial(self._barred.discard, job.room))
+            self._failing.add(job.room)
+            failure = WriteFailed(job.room, str(error) or repr(error))
+            # Jobs for other peers do not wait.
+            threading.Thread(target=self._drain, args=(writes, failure), name="kv-drain", daemon=True).start()
             return
         if is_whole:
             num_bytes = sum(total_bytes(write.spans) for write in writes)
             end_s = time.monotonic()
             self._on_outcome(Written(job.room, job.num_pages, num_bytes, digests, start_s, end_s))
+
+    def _drain(self, writes: Sequence[Write], failure: WriteFailed) -> None:
+        try:
+            for write in writes:
+                self._backend.drain(write.peer)
+            self._queue.put(partial(self._report, failure))
+        except Exception as error:  # a rank that cannot report a failure must end
+            self._on_failure(error)
+
+    def _report(self, failure: WriteFailed) -> None:
+        self._failing.remove(failure.room)
+        self._on_outcome(failure)
+        # This runs after every queued job of the transfer.
+        self._queue.put(partial(self._barred.discard, failure.room))
 
     def _write(self, job: SendJob, writes: Sequence[Write]) -> bool:
         """Write a job. Return False if it stopped early because the transfer has ended or the thread is closing."""

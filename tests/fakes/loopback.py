@@ -27,6 +27,9 @@ class Loopback:
         self.gate = threading.Event()
         """Gate that writes wait for. It is open at first."""
         self.gate.set()
+        self.drained = threading.Event()
+        """Event that ends ``drain``. It is set at first."""
+        self.drained.set()
         self.is_writing = threading.Event()
         """Event that is set once a write waits at the gate."""
 
@@ -61,6 +64,9 @@ class Loopback:
             target.buffer[target_offset : target_offset + num_bytes] = self.memory[source.session][
                 source_offset : source_offset + num_bytes
             ]
+
+    def drain(self, peer: Endpoint) -> None:  # noqa: ARG002
+        assert self.drained.wait(10)
 
     def forget(self, target: Endpoint) -> None:
         self.forgotten.append(target.session)

@@ -3,12 +3,13 @@
 import hashlib
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -119,10 +120,34 @@ def test_a_peer_that_closed_or_died_is_an_error(
         peer.kill()
         with pytest.raises(TransferError):
             backend.write(source, peer.endpoint, [Span(0, 0, 4096)])
+        backend.drain(peer.endpoint)
         backend.forget(peer.endpoint)
     with _peer(name) as peer:
         backend.write(source, peer.endpoint, [Span(0, 0, SIZE)])
         assert peer.ask("digest") == hashlib.sha256(source.buffer).hexdigest()
+
+
+@pytest.mark.mooncake
+@pytest.mark.full
+def test_a_drained_peer_gets_no_more_bytes_of_a_failed_write() -> None:
+    mooncake = TransferBackendName.MOONCAKE
+    backend, num_bytes = make_backend(mooncake, "127.0.0.1"), SIZE // 256
+    source = backend.allocate(SIZE)
+    source.buffer[:] = b"x" * SIZE
+    with closing(backend), _peer(mooncake) as peer:
+        backend.write(source, peer.endpoint, [Span(0, 0, num_bytes)])
+        peer.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(TransferError):
+            backend.write(source, peer.endpoint, [Span(at, at, num_bytes) for at in range(0, SIZE, num_bytes)])
+        draining = threading.Thread(target=backend.drain, args=[peer.endpoint])
+        draining.start()
+        draining.join(1.0)
+        assert draining.is_alive(), "nothing was left to drain"
+        peer.process.send_signal(signal.SIGCONT)
+        draining.join(60.0)
+        then = peer.ask("digest")
+        time.sleep(1.0)
+        assert peer.ask("digest") == then
 
 
 def test_spans_outside_a_region_are_refused(

@@ -64,6 +64,10 @@ class TransferBackend(Protocol):
         """
         ...
 
+    def drain(self, peer: Endpoint) -> None:
+        """Block until failed calls for a peer move no more bytes, except those that ``settle_s`` allows for."""
+        ...
+
     def forget(self, target: Endpoint) -> None:
         """Release the resources held for a dead peer."""
         ...

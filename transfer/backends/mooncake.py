@@ -3,7 +3,9 @@
 import json
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -24,16 +26,18 @@ _MAX_SPANS = 512
 # The transport aborts a stalled write after its own 30 s timeouts. This timeout must be longer: otherwise the call
 # could return while the transport is still writing.
 _CALL_TIMEOUT_S = 120
+_LOOK_S = 0.1
+"""Interval between checks of an asynchronous read."""
 
 
 class MooncakeBackend:
     """Backend with one Mooncake engine per process. An endpoint's session is its owner's ``host:port``."""
 
     name = TransferBackendName.MOONCAKE
-    # The engine aborts a stalled span after 30 s and then continues with the rest of the batch. The kernel still sends
-    # data that it had accepted by then, even if the process has died: Linux retransmits for 102 s (tcp_orphan_retries)
-    # before it gives up, and the data arrives if the network recovers in that time. The receiving engine reads from an
-    # open connection without checking permissions again.
+    # The engine aborts a stalled span after 30 s and then continues with the rest of the batch (see ``drain``). The
+    # kernel still sends data that it had accepted by then, even if the process has died: Linux retransmits for 102 s
+    # (tcp_orphan_retries) before it gives up, and the data arrives if the network recovers in that time. The receiving
+    # engine reads from an open connection without checking permissions again.
     settle_s = 120.0
 
     def __init__(self, host: str, protocol: TransferProtocol = TransferProtocol.TCP) -> None:
@@ -109,6 +113,21 @@ class MooncakeBackend:
             )
             if status != 0:
                 raise TransferError(f"mooncake could not {verb} {len(batch)} spans; the peer is {peer.session}")
+
+    def drain(self, peer: Endpoint) -> None:
+        """Wait until the engine has tried every span of failed calls for a peer.
+
+        A call fails with its first span. The engine keeps the others, and sends them when the network recovers. It
+        handles a peer's spans in order, so they have all been tried when a read of one byte ends.
+        """
+        address = self._scratch.endpoint.base_address
+        probe = self._engine.batch_transfer_async_read(peer.session, [address], [peer.base_address], [1])
+        while probe and self._engine.transfer_check_status(probe) == 0:
+            time.sleep(_LOOK_S)
+
+    @cached_property
+    def _scratch(self) -> Region:
+        return self.allocate(mmap.PAGESIZE)
 
     def forget(self, target: Endpoint) -> None:
         """Do nothing: the engine closes connections to dead peers itself."""

@@ -71,6 +71,9 @@ class SharedMemoryBackend:
     def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
         _copy(self._map(source), np.frombuffer(target.buffer, dtype=np.uint8), spans, source)
 
+    def drain(self, peer: Endpoint) -> None:
+        """Do nothing, because a failed copy has ended."""
+
     def forget(self, target: Endpoint) -> None:
         """Unmap a peer's memory. If the peer is dead, this frees the memory."""
         self._peers.pop(target.session, None)
