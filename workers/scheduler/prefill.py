@@ -285,7 +285,8 @@ class PrefillLeader(DpLeader):
                 self._scheduler.holders.remove(request.room)
             self._move(request, PrefillState.STOPPING, reason)
             request.stop_reason = reason
-            self._send_to_ranks(CancelSend(room=request.room))
+        # Decode repeats its Revoke, and with it this message, which may be lost like a rank's report.
+        self._send_to_ranks(CancelSend(room=request.room))
         self._end_if_settled(request)
 
     def _send_to_ranks(self, message: Message) -> None:

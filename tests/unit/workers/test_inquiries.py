@@ -18,8 +18,9 @@ from cluster.spec.messages import (
     Resume,
     Wanted,
 )
+from cluster.spec.step_messages import CancelSend, SendReport
 from cluster.spec.tiers import PinPages, UseStorage
-from cluster.spec.transfer_messages import Drained, Revoke, Ticket
+from cluster.spec.transfer_messages import Drained, Revoke, SendState, Ticket
 from tests.fakes.leader_pair import ME, PROMPT, LeaderPair
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tiers import world_of
@@ -238,6 +239,19 @@ def test_a_foreign_message_is_dropped_and_counted(name: str, *, has_ticket: bool
     plan = pair.prefill.next_plan()
     assert plan is not None
     assert [new.room for new in plan.new_requests] == [ticket.room]
+
+
+def test_every_revoke_asks_the_ranks_again() -> None:
+    """The message to a rank, or the rank's report, may have been lost."""
+    pair, ticket = pair_with_ticket()
+    pair.deliver(Role.PREFILL, ticket)
+    reports = [SendReport(room=ticket.room, sender_rank=rank, state=SendState.DRAINED) for rank in range(2)]
+    asked = [CancelSend(room=ticket.room)] * 2
+    assert pair.deliver(Role.PREFILL, revoke_of(ticket)) == asked
+    assert pair.deliver(Role.PREFILL, reports[0]) == []
+    assert pair.deliver(Role.PREFILL, revoke_of(ticket)) == asked
+    assert [type(said) for said in pair.deliver(Role.PREFILL, *reports)] == [Drained]
+    assert pair.prefill.is_idle()
 
 
 def test_an_early_foreign_ticket_is_dropped_with_the_request() -> None:
