@@ -1,9 +1,10 @@
 """Incremental parsers of tool calls in Hermes and Llama formats: JSON objects with name and arguments."""
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from router.text import MarkerScanner, Trimmer
 
@@ -273,7 +274,6 @@ class Llama3Parser:
 
 def _string(written: str) -> str | None:
     try:
-        value = json.loads(written)
-    except ValueError:
+        return msgspec.json.decode(written, type=str)
+    except msgspec.DecodeError:
         return None
-    return value if isinstance(value, str) else None

@@ -73,11 +73,17 @@ ARGS = '{"x": "a}\\"b", "y": [1, {"z": 2}]}'
         ("a <tool_ca", "a <tool_ca", []),
         ("<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
         ('<tool_call>{"name": 7}</tool_call>', '<tool_call>{"name": 7}</tool_call>', []),
+        (r'<tool_call>{"name": "\ud83d"}</tool_call>', r'<tool_call>{"name": "\ud83d"}</tool_call>', []),
     ],
 )
 def test_hermes(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert read(reader("hermes"), text) == ("", content, calls)
     assert read(reader("hermes"), *text) == ("", content, calls)
+
+
+def test_deep_nesting_is_no_name() -> None:
+    text = f'<tool_call>{{"name": {"[" * 5000}{"]" * 5000}}}</tool_call>'
+    assert read(reader("hermes"), text) == ("", text, [])
 
 
 @pytest.mark.parametrize(
