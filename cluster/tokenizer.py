@@ -104,7 +104,7 @@ class Tokenizer:
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return template.render(given)
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise UserError(f"the model's chat template rejects these messages: {error}") from error
 
     def _eos_ids(self, config: Mapping[str, Any]) -> frozenset[int]:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -130,6 +131,13 @@ class TestTemplates:
     def test_a_template_may_refuse(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="rejects these messages: roles must alternate"):
             self.render(tmp_path, "{{ raise_exception('roles must alternate') }}")
+
+    def test_conversations_may_be_nested_too_deeply(self, tmp_path: Path) -> None:
+        arguments: list[Any] = []
+        for _ in range(2000):
+            arguments = [arguments]
+        with pytest.raises(UserError, match="rejects these messages: maximum recursion depth"):
+            self.render(tmp_path, "{{ arguments | tojson }}", arguments=arguments)
 
     def test_templates_are_sandboxed(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="unsafe"):
