@@ -122,7 +122,7 @@ class AnswerText:
         self._scanner = MarkerScanner(*rules.stops)
         self._rules = rules
         self._num_tokens = 0
-        self._num_chars = 0
+        self.num_chars = 0
         """Length of the text so far, including held-back text and the stop string."""
         self._unfinished_from = 0
         """Length of the text before an incomplete character."""
@@ -167,9 +167,9 @@ class AnswerText:
         """Return the offset in the text of the character that contains the token's first byte."""
         held = self._detokenizer.held_text
         if not held:
-            self._unfinished_from = self._num_chars
+            self._unfinished_from = self.num_chars
         elif not _continues_character(token_bytes(self._tokenizer, token_id)):
-            self._unfinished_from = self._num_chars + len(held)
+            self._unfinished_from = self.num_chars + len(held)
         return self._unfinished_from
 
     def _take(self, token_id: int, finish: FinishReason | None) -> tuple[str, FinishReason | None]:
@@ -187,7 +187,7 @@ class AnswerText:
         return text, finish if self._scanner.hit is None else FinishReason.STOP
 
     def _scan(self, text: str) -> str:
-        self._num_chars += len(text)
+        self.num_chars += len(text)
         if self._num_tokens < self._rules.min_tokens:
             return text
         shown, after = self._scanner.push(text)

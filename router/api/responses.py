@@ -183,6 +183,7 @@ class ShownPrompt:
     token_ids: Sequence[int]
     echo: str | None = None
     skip_special_tokens: bool = True
+    """True if the echo lacks the special tokens."""
     echo_logprobs: CompletionLogprobs | None = None
     """Log-probabilities that precede the answer's. Like the next field, known with the first token of the answer."""
     logprobs: PromptLogprobs | None = None
@@ -231,12 +232,18 @@ async def echo_logprobs(
         logprobs: one entry for every prompt token but the first.
     """
     text = AnswerText(tokenizer, TextRules(skip_special_tokens=prompt.skip_special_tokens))
+    offsets: list[int] = []
+    for begin in range(0, len(prompt.token_ids), _MOST_AT_ONCE):
+        chunks = text.push(prompt.token_ids[begin : begin + _MOST_AT_ONCE], None)
+        offsets.extend(offset for chunk in chunks for offset in chunk.offsets)
+        await asyncio.sleep(0)
+    num_added = max(text.num_chars - len(prompt.echo or ""), 0)  # tokens before the text, which the echo lacks
     made = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     given = [None, *logprobs]
     for begin in range(0, len(given), _MOST_AT_ONCE):
-        token_ids = prompt.token_ids[begin : begin + _MOST_AT_ONCE]
-        made.text_offset.extend(offset for chunk in text.push(token_ids, None) for offset in chunk.offsets)
-        for token_id, entry in zip(token_ids, given[begin : begin + _MOST_AT_ONCE], strict=True):
+        end = begin + _MOST_AT_ONCE
+        made.text_offset.extend(max(offset - num_added, 0) for offset in offsets[begin:end])
+        for token_id, entry in zip(prompt.token_ids[begin:end], given[begin:end], strict=True):
             token = token_text(tokenizer, token_id)
             made.tokens.append(token)
             made.token_logprobs.append(None if entry is None else _finite(entry.logprob))

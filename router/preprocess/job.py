@@ -49,6 +49,7 @@ class CompletionOptions(ResponseOptions, frozen=True, kw_only=True):
     """Text of every prompt; empty unless the response repeats them."""
     with_logprobs: bool = False
     skip_special_tokens: bool = True
+    """True if the echoes lack the special tokens of their prompts."""
 
 
 class AnswerForm(msgspec.Struct, frozen=True):

@@ -82,7 +82,7 @@ def preprocess(model: ServedModel, job: Job, extracted: Extracted | None = None)
 def _completion(model: ServedModel, job: Job, body: CompletionRequest) -> Preprocessed:
     _check_place(model, body)
     requests = completion_requests(model, body, job.max_tokens)
-    echoes, skip = [], body.skip_special_tokens is not False
+    echoes, skip = [], body.skip_special_tokens is not False and not isinstance(body.prompts[0], str)
     if body.echo:
         echoes = [
             prompt if isinstance(prompt, str) else model.tokenizer.decode([*request.prompt_ids], skip)

@@ -148,6 +148,18 @@ class TestEcho:
         submits = shared.decode.submits[-4:]
         assert [submit.sampling.num_prompt_logprobs for submit in submits] == [1, None, 1, None]
 
+    @pytest.mark.parametrize("skip", [True, False])
+    def test_offsets_are_those_of_the_text(self, shared: RouterCluster, skip: bool) -> None:
+        """A text is repeated as it is, with the special tokens that it spells, but without those added before it."""
+        fields: dict[str, Any] = {"max_tokens": 1, "echo": True, "logprobs": 0, "skip_special_tokens": skip}
+        choice = shared.complete("a</s>bc", **fields)["choices"][0]
+        assert choice["text"] == "a</s>bca"
+        assert choice["logprobs"]["tokens"] == ["<s>", "a", "</s>", "b", "c", "a"]
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 5, 6, 7]
+        choice = shared.complete([BOS, 97, EOS, 98], **fields)["choices"][0]
+        assert choice["text"] == ("aba" if skip else "<s>a</s>ba")
+        assert choice["logprobs"]["text_offset"] == ([0, 0, 1, 1, 2] if skip else [0, 3, 4, 8, 9])
+
     def test_alone(self, shared: RouterCluster) -> None:
         reply = shared.complete([[BOS, 97, 98], [BOS, 99]], max_tokens=0, echo=True, logprobs=1)
         assert [choice["text"] for choice in reply["choices"]] == ["ab", "c"]
