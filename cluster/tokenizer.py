@@ -156,7 +156,9 @@ class Detokenizer:
         return self._tokenizer.decode(self._window, self._skip_special_tokens)[len(self._given) :]
 
     def _give(self, text: str) -> str:
-        if len(self._window) > _MAX_CONTEXT_TOKENS:
+        if not text:  # hidden tokens are no context
+            del self._window[self._num_given :]
+        elif len(self._window) > _MAX_CONTEXT_TOKENS:
             self._window = self._window[self._num_given :]
             self._given = self._tokenizer.decode(self._window, self._skip_special_tokens)
         else:
