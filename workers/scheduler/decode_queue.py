@@ -147,7 +147,9 @@ class DecodeQueue:
             return
         self._num_growing = self._count_growing()
         num_wanted = self._withdraw_promises(num_new + self._num_reserved - self._allocator.num_free, held, share)
-        self._scheduler.holders.preempt_above(share, held, num_wanted, self._growth_of)
+        if self._scheduler.holders.preempt_above(share, held, num_wanted, self._growth_of):
+            # Otherwise, those that lost these pages would take them back.
+            self._ahead = oldest
 
     def _withdraw_promises(self, num_wanted: int, held: Shares, share: float) -> int:
         """Withdraw the latest promises to tenants above ``share``. Return how many pages are still wanted.

@@ -197,8 +197,9 @@ class PageHolders:
 
     def preempt_above(
         self, share: float, held: Shares, num_wanted: int, num_reserved_for: Callable[[TokenSequence], int]
-    ) -> None:
+    ) -> bool:
         """Preempt the latest sequences of tenants that hold more than ``share`` pages per weight, if that frees enough.
+        Return whether it does.
 
         The oldest of the most urgent sequences always makes progress, as in ``_last``.
 
@@ -220,6 +221,7 @@ class PageHolders:
                 num_wanted -= sum(not uses[page] for page in pages) + num_reserved_for(other)
         for other in chosen if num_wanted <= 0 else ():
             self._preempt(other)
+        return num_wanted <= 0
 
     def put_into_cache(self, sequence: TokenSequence) -> None:
         """Cache complete pages, unless a load may still write to them."""

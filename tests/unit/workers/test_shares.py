@@ -233,6 +233,21 @@ def test_a_tenant_within_its_share_does_not_wait_for_the_end_of_others(num_pages
         steps.run_step()
 
 
+def test_a_preempted_tenant_does_not_take_its_pages_back() -> None:
+    """The preempted sequence was all that its tenant ran, so its tenant then holds less than the waiting one's."""
+    steps = DecodeOnly(80)
+    steps.submit("within", 10, 20 * PAGE_SIZE)
+    steps.run_step()
+    large = steps.submit("above", 55, 8)
+    while large not in steps.num_outputs:
+        steps.run_step()
+    tickets = steps.count_tickets(steps.pair.submit([2] * 14 * PAGE_SIZE, tenant="within"))
+    for _ in range(40):
+        tickets += steps.count_tickets()
+        steps.run_step()
+    assert (tickets, steps.num_preempted) == (1, 1)
+
+
 def test_nothing_is_preempted_in_vain() -> None:
     """The oldest choice, which is never preempted, leaves too few pages for a request within its tenant's share."""
     steps = DecodeOnly(40)
