@@ -174,6 +174,8 @@ class PageHolders:
         demands = [(needed, sequence.owner_base + kv.num_pages)] * len(kv.pages)
         while not self._allocator.can_allocate(demands):
             last = self._last(sequence, in_step)
+            if last is sequence and kv.num_pending_samples:
+                return False  # preempted now, it would lose the token that a step under way samples
             if not last.is_loading:
                 self._preempt(last)
             if last is sequence:

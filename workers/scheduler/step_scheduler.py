@@ -264,12 +264,15 @@ class StepScheduler:
                 self._shares.note_unserved(chosen)
 
     def _who_computes(self, sequence: TokenSequence, candidates: _Candidates) -> TokenSequence | None:
-        """Return the sequence that computes this one's next page, usually itself. None if this one cannot get pages."""
+        """Return the sequence that computes this one's next page, usually itself. None if that is a stream, whose
+        turn is over, or if this one cannot get pages.
+        """
         if sequence.kv.pages:
             return sequence
         key = self.holders.next_key(sequence)
         if key is not None and key in candidates.computed_by:
-            return candidates.computed_by[key]
+            other = candidates.computed_by[key]
+            return None if other.is_stream else other
         return sequence if self.holders.start(sequence, is_alone=candidates.is_alone) else None
 
     def _make_plan(self, granted: Mapping[Room, int]) -> StepPlan:

@@ -301,6 +301,21 @@ def test_a_step_continues_from_pending_tokens_unless_sampling_needs_them() -> No
     assert not steps.has_work()
 
 
+def test_a_step_ahead_does_not_cost_the_token_under_way() -> None:
+    """No page is free for the token after the prompt. The other request waits for this prompt's pages."""
+    allocator = PageAllocator(8, PrefixTree())
+    allocator.allocate([(4, 0)])
+    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8, depth=2, runs_ahead=True), undivided)
+    prompt = list(range(4 * PAGE_SIZE))
+    steps.add(sequence(0, prompt, 3))
+    steps.add(sequence(1, [*prompt, 1], 3))
+    plan = steps.next_plan()
+    assert plan is not None
+    assert [request.room for request in plan.scheduled] == [0]
+    assert steps.next_plan() is None
+    assert [advanced.room for advanced in steps.commit(plan, {Room(0): Sampled(token_id=5)})] == [0]
+
+
 def test_prompts_that_do_not_fit_together_alternate() -> None:
     """The urgent prompt, which arrives late, gets every other step, like the earlier prompt."""
     limits = StepLimits(PAGE_SIZE, 8, 8, max_context_tokens=64)
