@@ -86,6 +86,8 @@ def _print_plan(plan: "Plan", *, verbose: bool) -> None:
     for role in Role:
         _print_replicas(console, [replica for replica in plan.replicas if replica.role is role])
     _print_steps(console, plan.steps)
+    if plan.not_captured:
+        console.print(Text(f"decode steps are not captured: {plan.not_captured}\n", style="bold"))
     _print_projections(console, plan.projections)
     _print_traffic(console, plan.traffic)
     _print_kv(console, plan.kv)

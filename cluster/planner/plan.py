@@ -17,6 +17,7 @@ from cluster.spec.config import (
     TransferBackendName,
     TransferProtocol,
 )
+from cluster.spec.decode_graphs import why_not_captured
 from cluster.spec.errors import ConfigError
 from cluster.spec.ids import ReplicaId, Role, replica_id
 from cluster.spec.ranks import GroupName, Position, groups, head_copy_groups, num_workers, positions, stage_links
@@ -78,6 +79,8 @@ class Plan:
     model: str
     replicas: list[ReplicaPlan]
     steps: StepsPlan
+    not_captured: str
+    """Reason why decode steps are not captured; empty if they are, or the model's shape is unknown."""
     kv: KvPlan | None
     """KV memory; None if the model's shape is unknown."""
     projections: ProjectionsPlan | None
@@ -104,6 +107,7 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
         model=config.model.name,
         replicas=[plan for role, pool in config.pools.items() for plan in _replicas(role, pool, model)],
         steps=_steps(config.prefill),
+        not_captured=why_not_captured(config, config.decode, **facts.features) if facts else "",
         kv=kv_plan(config, facts) if facts else None,
         projections=projections_plan(config, facts) if facts else None,
         traffic=traffic_plan(config, facts) if facts else None,

@@ -1,6 +1,7 @@
 """Selection of decode steps to capture. Pure."""
 
 from cluster.spec.config import AttentionSetting, DecodeConfig, DeployConfig, Device, PoolConfig
+from cluster.spec.strategy import MoeDispatch
 
 
 def captures_decode(config: DeployConfig, pool: PoolConfig, *, has_windows: bool, has_experts: bool) -> bool:
@@ -22,9 +23,12 @@ def why_not_captured(config: DeployConfig, pool: PoolConfig, *, has_windows: boo
         return "sliding windows"
     if has_experts and resources.device is Device.CPU:
         return "experts on a CPU"
+    if max(parallel.tp, parallel.dp) == 1:
+        return ""
+    if has_experts and resources.moe_dispatch is MoeDispatch.ALL_TO_ALL:
+        return "tokens sent to experts"  # the host needs their counts
     # A collective through the host cannot be replayed.
-    passes_host = not resources.uses_nccl and max(parallel.tp, parallel.dp) > 1
-    return "collectives through the host" if passes_host else ""
+    return "" if resources.uses_nccl else "collectives through the host"
 
 
 def batch_sizes(most: int) -> list[int]:

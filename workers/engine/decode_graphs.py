@@ -11,7 +11,6 @@ from torch import Tensor
 from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.kv import pages_for
 from cluster.spec.step_messages import StepShape
-from cluster.spec.strategy import MoeDispatch
 from workers.attention.interface import AttentionBackend, AttentionParams, GraphAttention, GraphShape
 from workers.attention.merge import with_sinks
 from workers.attention.selection import IndexQueries
@@ -79,10 +78,6 @@ class DecodeGraphs:
 
     def _why_not(self) -> str:
         """Return why no step can be captured. Empty if steps can be captured."""
-        groups = self._model.groups
-        is_sent = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
-        if is_sent and self._model.config.experts_per_token:
-            return "tokens sent to experts"
         if self._model.dtype == torch.bfloat16 and not self._model.device.multiplies_bf16:
             return "bf16 on a CPU without bf16 instructions"
         return "" if self._attention(1) else "attention cannot be captured"

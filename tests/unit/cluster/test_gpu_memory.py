@@ -106,7 +106,7 @@ def quantized(block: int | None) -> dict[str, Any]:
 
 def planned(folder: Path, shape: dict[str, Any], text: str) -> tuple[DeployConfig, ModelFacts]:
     (folder / "config.json").write_text(json.dumps(shape))
-    config = parse_config(f"model: {{path: {folder}}}\nresources: {{device: cuda}}\n{text}", "f.yaml")
+    config = parse_config(f"model: {{path: {folder}}}\nresources:\n  device: cuda\n{text}", "f.yaml")
     model = read_model(config)
     assert isinstance(model, ModelFacts)
     return config, model
@@ -179,6 +179,11 @@ def test_scores_of_captured_steps_are_expected(tmp_path: Path) -> None:
     for max_requests, num_scores in ((4, 4 * 131072), (1024, 1 << 25)):
         more = graphs(indexed, max_requests) - graphs(DEEPSEEK, max_requests)
         assert more == pytest.approx(6 * num_scores)
+
+
+def test_steps_that_send_tokens_to_experts_take_no_graph_memory(tmp_path: Path) -> None:
+    config, model = planned(tmp_path, MIXTRAL, "  moe_dispatch: all_to_all\ndecode: {parallel: {tp: 2, ep: 2}}")
+    assert expected_memory(config, config.decode, model).graphs == 0
 
 
 def test_sliding_windows_take_no_graph_memory(tmp_path: Path) -> None:

@@ -279,6 +279,15 @@ def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: py
         assert part in out
 
 
+@pytest.mark.parametrize(("pp", "shown"), [(1, False), (2, True)])
+def test_tables_show_why_decode_steps_are_not_captured(baton: RunBaton, tmp_path: Path, pp: int, shown: bool) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(f"decode: {{parallel: {{pp: {pp}}}}}")
+    code, out, err = baton("plan", str(file))
+    assert (code, err) == (0, "")
+    assert ("\ndecode steps are not captured: pipeline stages\n" in out) == shown
+
+
 @pytest.mark.parametrize(("tp", "shown"), [(1, False), (2, True)])
 def test_tables_show_decode_ranks_with_the_same_heads(
     baton: RunBaton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, shown: bool

@@ -1,7 +1,6 @@
 """Captured decode steps compared with normal ones. A fake of CUDA graphs computes again at each replay."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from cluster.spec.config import ParallelConfig
 from cluster.spec.decode_graphs import batch_sizes
-from cluster.spec.strategy import MoeDispatch
 from tests.fakes.attention_params import params_for, shape_for
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.counted_launches import CountedLaunches
@@ -191,20 +189,6 @@ def test_padding_does_not_use_experts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert loads() == by_usual
     assert sum(by_usual[0]) == 3 * config.experts_per_token
     assert graphs.counts == {REPLAYED: 1}
-
-
-def test_communication_through_the_host_is_not_captured(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "qwen3_moe")
-
-    def counts_of(tp: Communicator) -> dict[str, int]:
-        groups = replace(tp_groups(tp), moe_dispatch=MoeDispatch.ALL_TO_ALL)
-        model = load_model(folder, groups=groups)
-        pool = kv_pool(1, 1, 1, 4, model.config.attention.head_dim, torch.float32)
-        graphs = DecodeGraphs(model, pool, TritonAttention(), 2, capture)
-        assert graphs.run(step_of([Request([1], 0, [0], True)])) is None
-        return dict(graphs.counts)
-
-    assert on_thread_ranks(2, counts_of) == [{"tokens sent to experts": 1}] * 2
 
 
 def test_a_backend_without_graphs_runs_eagerly(tmp_path: Path) -> None:

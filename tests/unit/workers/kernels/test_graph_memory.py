@@ -334,6 +334,14 @@ def test_experts_are_captured_on_gpus_only() -> None:
         assert captures_decode(config, config.decode, **features) == (not reason)
 
 
+@pytest.mark.parametrize(("parallel", "reason"), [({}, ""), ({"tp": 2}, "tokens sent to experts")])
+def test_steps_that_send_tokens_to_experts_are_not_captured(parallel: dict[str, int], reason: str) -> None:
+    resources = {"device": "cuda", "moe_dispatch": "all_to_all"}
+    config = DeployConfig.model_validate({"decode": {"parallel": parallel}, "resources": resources})
+    assert why_not_captured(config, config.decode, **NO_FEATURES | {"has_experts": True}) == reason
+    assert not why_not_captured(config, config.decode, **NO_FEATURES)
+
+
 def test_windowed_models_are_not_captured() -> None:
     config, features = (
         DeployConfig.model_validate({"resources": {"device": "cuda"}}),
