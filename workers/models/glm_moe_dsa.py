@@ -3,7 +3,6 @@
 See arXiv:2603.12201.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from workers.models.deepseek import V32_DEFAULTS, read_indexed
@@ -31,12 +30,12 @@ def read(hf: HfConfig) -> DecoderConfig:
     return read_indexed(hf, interleaves_index=True, shares_selection=[each == "shared" for each in types])
 
 
-def _indexer_types(hf: HfConfig) -> Sequence[str]:
+def _indexer_types(hf: HfConfig) -> Any:
     """Return the kind of indexer in each layer: given by name, by letter, or by the distance between full ones."""
     if (types := hf.get("indexer_types")) is not None:
-        return list(types)
+        return types
     if (pattern := hf.get("index_topk_pattern")) is not None:
-        return [_LETTERS.get(each, each) for each in pattern]
+        return [_LETTERS.get(each, each) for each in pattern] if isinstance(pattern, str) else pattern
     every = hf.positive("index_topk_freq", 1)
     offset = 2 if hf.get("index_skip_topk_offset") is None else hf.count("index_skip_topk_offset")
     return ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(hf.num_layers)]

@@ -74,14 +74,16 @@ class HfConfig:
             raise UnsupportedModelError(f"{key} is {value!r}; allowed: {words}")
         return value
 
-    def by_layer(self, key: str, given: Sequence[str], *allowed: str) -> Sequence[str]:
+    def by_layer(self, key: str, given: Any, *allowed: str) -> Sequence[str]:
         """Return a list of allowed words, one for each layer. ``key`` names the field that gives it."""
+        if not isinstance(given, list):
+            raise UnsupportedModelError(f"{key} is {given!r}; allowed: a list of {' or '.join(allowed)}")
         if len(given) != self.num_layers:
             expected = f"{self.num_layers}, one for each layer"
             raise UnsupportedModelError(f"{key} has {len(given)} entries; allowed: {expected}")
         if unknown := sorted(set(map(str, given)) - set(allowed)):
             raise UnsupportedModelError(f"{key} has {', '.join(unknown)}; allowed: {' or '.join(allowed)}")
-        return given
+        return list[str](given)
 
     @property
     def num_layers(self) -> int:
@@ -250,7 +252,7 @@ def given_window(hf: HfConfig) -> int | None:
     return None if hf.get("sliding_window") is None else hf.positive("sliding_window")
 
 
-def windows_of_types(hf: HfConfig, layer_types: Sequence[str], window: int | None) -> list[int | None]:
+def windows_of_types(hf: HfConfig, layer_types: Any, window: int | None) -> list[int | None]:
     """Return each layer's window, which layers of the sliding type have."""
     types = hf.by_layer("layer_types", layer_types, FULL_ATTENTION, SLIDING_ATTENTION)
     return [window if each == SLIDING_ATTENTION else None for each in types]

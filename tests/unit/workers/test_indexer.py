@@ -153,6 +153,10 @@ def test_layers_that_share_a_selection_cost_no_indexer() -> None:
         ("GlmMoeDsa", {"index_topk_pattern": "F" * 60 + "X"}, "indexer_types has X; allowed: full or shared"),
         ("GlmMoeDsa", {"indexer_types": ["full"]}, "indexer_types has 1 entries; allowed: 61, one for each layer"),
         ("GlmMoeDsa", {"indexer_types": ["shared"] * 61}, "indexer_types begins with shared; allowed: full"),
+        ("GlmMoeDsa", {"indexer_types": 2}, "indexer_types is 2; allowed: a list of full or shared"),
+        ("GlmMoeDsa", {"index_topk_pattern": 2}, "indexer_types is 2; allowed: a list of full or shared"),
+        ("GlmMoeDsa", {"index_topk_pattern": [["F"]] * 61}, "indexer_types has .'F'.; allowed: full or shared"),
+        ("DeepseekV32", {"mlp_layer_types": "dense"}, "mlp_layer_types is 'dense'; allowed: a list of dense or sparse"),
         ("GlmMoeDsa", {"index_topk": True}, "index_topk as a positive integer, but gives True"),
     ],
 )
