@@ -63,9 +63,9 @@ class LatentHeads(ShardedLayer):
         return torch.cat((latent.transpose(0, 1), rotated), dim=-1)
 
     def values(self, latents: Tensor) -> Tensor:
-        """Map sums of latents [n, heads, kv_rank] to sums of values [n, heads, value_dim]."""
+        """Map sums of latents [n, heads, kv_rank] to sums of values [n, heads, value_dim], contiguous."""
         matrices = self.weight[:, self._config.plain_dim :].transpose(1, 2)
-        return torch.bmm(latents.transpose(0, 1), matrices).transpose(0, 1)
+        return torch.bmm(latents.transpose(0, 1), matrices).transpose(0, 1).contiguous()
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         rank = replicated(self._config.kv_rank)

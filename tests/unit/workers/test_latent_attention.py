@@ -89,6 +89,13 @@ def test_the_form_with_fewer_flops_is_chosen(num_queries: int, num_keys: int, is
     assert layer._expands(AttentionWork(num_queries, num_keys, pairs)) is is_expanded
 
 
+def test_values_of_one_element_per_head_are_adjacent(tmp_path: Path) -> None:
+    """Native products read rows without gaps."""
+    layer = load_model(make_checkpoint(tmp_path, "deepseek_v3", v_head_dim=1)).layers["0"].self_attn
+    assert isinstance(layer, LatentAttention)
+    assert layer.kv_b.values(torch.ones(5, 4, 16)).flatten(1).stride() == (4, 1)
+
+
 def test_the_router_keeps_its_correction_in_fp32(folder_of: Any) -> None:
     folder = folder_of("deepseek_v3")
     model, stored = load_model(folder, dtype=torch.bfloat16), load_file(folder / "model.safetensors")
