@@ -59,6 +59,15 @@ WIDE: dict[str, Any] = {**LATENT, "intermediate_size": 1024, "num_attention_head
 """Sizes with which attention takes more memory than MLPs."""
 INDEXED: dict[str, Any] = {**LATENT, "intermediate_size": 1024, "index_n_heads": 32, "index_head_dim": 128}
 """Sizes with which an indexer's queries take as much memory as attention."""
+SELECTING: dict[str, Any] = {
+    **INDEXED,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
+"""Sizes with which an indexer's queries and the selected keys' numbers take most memory."""
 
 
 class Step(NamedTuple):
@@ -169,6 +178,7 @@ def test_short_prompts(tmp_path: Path, family: str, sizes: dict[str, Any], step:
         ("deepseek_v32", WIDE, Step(dtype=torch.bfloat16, prefix_len=CHUNK, tp=2)),
         ("deepseek_v32", {**WIDE, "index_topk": 2048}, Step(dtype=torch.bfloat16, prefix_len=CHUNK)),
         ("deepseek_v32", INDEXED, Step(prefix_len=CHUNK)),
+        ("deepseek_v32", SELECTING, Step(dtype=torch.bfloat16, prefix_len=CHUNK)),
         ("qwen3_moe", EXPERTS, Step()),
         ("qwen3_moe", EXPERTS, Step(dtype=torch.bfloat16)),
         ("qwen3_moe", EXPERTS, Step(cp=2, dispatch="gather")),

@@ -122,6 +122,7 @@ class StepContext(AttentionContext, ABC):
     ) -> Tensor:
         """Return what ``keys.select`` returns, or the previous selection if ``index`` is None."""
         if index is not None:
+            self.selection = None  # so that only one selection exists
             self.selection = keys.select(index, index_pages, top_k)
         assert self.selection is not None, "a layer before has an indexer"
         return self.selection

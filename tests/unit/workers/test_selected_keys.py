@@ -1,5 +1,6 @@
 """Selected keys, and attention to them on several ranks (threads), compared with a sort of all keys."""
 
+import weakref
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -186,3 +187,19 @@ def test_dummy_steps_may_be_longer_than_a_selection(passing: Passing | None, tmp
         return any(bool(part[:3].any()) for layer in range(4) for part in pool.layer_view(layer))
 
     assert on_thread_ranks(3, run) == [False] * 3
+
+
+def test_a_selection_is_freed_before_the_next_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    select, made, alive = SelectableKeys.select, list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def select_counting(self: SelectableKeys, index: IndexQueries, keys: torch.Tensor, top_k: int) -> torch.Tensor:
+        alive.append(sum(selection() is not None for selection in made))
+        selection = select(self, index, keys, top_k)
+        made.append(weakref.ref(selection))
+        return selection
+
+    monkeypatch.setattr(SelectableKeys, "select", select_counting)
+    model = load_model(make_checkpoint(tmp_path, "deepseek_v32"))
+    pool = PagePool.of_one_rank(model.config.kv_geometry("dummy", "float32", 4), 3)
+    ModelRunner(model, pool, TorchAttention(), RankGroups()).run_dummy(40)
+    assert alive[:2] == [0, 0]
