@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from cluster.spec.errors import UserError
 from cluster.tokenizer import Detokenizer, Tokenizer
@@ -46,6 +48,29 @@ def test_detokenizer_equals_decoding_at_once(tokenizer: Tokenizer, ids: list[int
     detokenizer = Detokenizer(tokenizer)
     text = "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.flush()
     assert text == tokenizer.decode(ids)
+
+
+@pytest.fixture(scope="module")
+def stripping(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Return a tokenizer of bytes that drops a space at the start of a text, like Llama 2's."""
+    folder = write_model_folder(tmp_path_factory.mktemp("model"))
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    made.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+@given(prompt=st.text("a €🙂", max_size=12), answer=st.text("a €🙂", max_size=12))
+def test_an_answer_continues_the_text_of_its_prompt(stripping: Tokenizer, prompt: str, answer: str) -> None:
+    prompt_ids = [BOS, *prompt.encode()]
+    detokenizer = Detokenizer(stripping, context=prompt_ids)
+    text = "".join([detokenizer.push(token_id) for token_id in answer.encode()]) + detokenizer.flush()
+    assert stripping.decode(prompt_ids) + text == stripping.decode([*prompt_ids, *answer.encode()])
+
+
+def test_an_answer_may_follow_half_a_character(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer, context=[97, 0xE2, 0x82])
+    assert [detokenizer.push(token_id) for token_id in (0xAC, 98)] == ["", "\ufffdb"]
 
 
 def test_no_half_character_is_shown(tokenizer: Tokenizer) -> None:
