@@ -313,7 +313,7 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Conditions, str]] = [
 ]
 """Each defect, the conditions in which it is caught, and the broken promise."""
 SHOWN_BY: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    defects.restart_next_to_remaining_ranks: 868,
+    defects.restart_next_to_remaining_ranks: 695,
     defects.repeat_tickets_for_ever: 19,
     router_defects.continue_at_output_0: 36,
     layer_defects.read_layers_before_they_are_loaded: 69,
