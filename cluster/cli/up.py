@@ -273,8 +273,9 @@ def _check_alone(system: "RaySystem", name: str) -> None:
 def _explain(error: BaseException) -> None:
     """Print the error in one line, then the output of the process that caused it."""
     typer.echo(f"error: {error}", err=True)
-    cause: BaseException | None = error
-    while cause is not None:
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:  # Ray raises errors from themselves
+        chain.append(cause)
+    for cause in chain:
         for note in getattr(cause, "__notes__", []):
             typer.echo(note, err=True)
-        cause = cause.__cause__

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli import running, status
+from cluster.cli import running, status, up
 from cluster.cli.app import app
 from cluster.cli.running import Note, RunningCluster, running_clusters
 from cluster.cli.start import check_files, check_model
 from cluster.cli.stop_signals import StopSignals
 from cluster.machine_memory import MachineMemory
 from cluster.processes import ProcessId, process_id, this_process
-from cluster.spec.errors import UserError
+from cluster.spec.errors import BatonError, UserError
 from cluster.spec.loader import parse_config
 from cluster.spec.memory import GIB
 from tests.fakes.checkpoints import make_checkpoint
@@ -346,6 +346,22 @@ def test_of_two_starts_at_once_one_is_refused(tmp_path: Path, monkeypatch: pytes
     for thread in threads:
         thread.start()
     assert sorted(outcomes.get(timeout=WAIT_S) for _ in threads) == [False, True]
+
+
+def test_an_error_with_an_endless_chain_of_causes_is_explained(
+    baton: RunBaton, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cause = Exception("no dashboard")
+    cause.__cause__ = cause
+    cause.add_note("last words")
+
+    def fail(*_: object) -> None:
+        raise BatonError("Ray did not start") from cause
+
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(up, "_check_port", lambda _: None)
+    monkeypatch.setattr(up, "_run", fail)
+    assert baton("up") == (1, "", "error: Ray did not start\nlast words\n")
 
 
 def test_an_interrupt_while_importing_prints_nothing(baton: RunBaton, monkeypatch: pytest.MonkeyPatch) -> None:
