@@ -18,16 +18,19 @@ class StopSignals:
         # A SimpleQueue may be filled from a signal handler.
         self._early: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._receiver: Callable[[str], None] = self._early.put
-        self._was_signaled = False
+        self._first = ""
         self._wakeup: socket.socket | None = None
         threading.Thread(target=lambda: report(self._early.get()), name="signals", daemon=True).start()
         self._install()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has arrived. Call this where an exception is harmless."""
+        """Raise KeyboardInterrupt with the first signal's name, if one has arrived.
+
+        Call this where an exception is harmless.
+        """
         self._install()
-        if self._was_signaled:
-            raise KeyboardInterrupt
+        if self._first:
+            _interrupt(self._first)
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
@@ -62,8 +65,9 @@ class StopSignals:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _: object) -> None:
-        self._was_signaled = True
-        self._receiver(signal.Signals(number).name)
+        name = signal.Signals(number).name
+        self._first = self._first or name
+        self._receiver(name)
 
 
 def _wait_second(receiver: socket.socket, leave: Callable[[int], None]) -> None:
@@ -75,5 +79,5 @@ def _wait_second(receiver: socket.socket, leave: Callable[[int], None]) -> None:
                 leave(number[0])
 
 
-def _interrupt(_: str) -> None:
-    raise KeyboardInterrupt
+def _interrupt(name: str) -> None:
+    raise KeyboardInterrupt(name)

@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -76,8 +77,9 @@ def up(
             sys.stderr.flush()
             os._exit(1)
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         typer.echo("stopped while starting", err=True)
+        raise typer.Exit(128 + signal.Signals[str(interrupt) or "SIGINT"]) from None
 
 
 def _check_keys(config: DeployConfig) -> None:
@@ -143,6 +145,8 @@ def _run(config: DeployConfig, session: LogSession, address: str | None, worker_
                 capacity = Capacity(config=config, machines=system.machines)
                 await_capacity(system, capacity, config.resources.start_timeout_s, progress.line, signals.check)
             _supervise(_tools(system, progress, session, taken), config, model, note, progress, signals)
+    if note.cluster.router_url is None:
+        signals.check()
     progress.line("stopped")
 
 

@@ -55,7 +55,7 @@ def test_noted_until_the_next_check(
     signal.raise_signal(number)
     signal.raise_signal(number)
     assert reports.get(timeout=WAIT_S) == number.name
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=number.name):
         signals.check()
     assert reports.empty()
 
@@ -362,6 +362,19 @@ def test_an_error_with_an_endless_chain_of_causes_is_explained(
     monkeypatch.setattr(up, "_check_port", lambda _: None)
     monkeypatch.setattr(up, "_run", fail)
     assert baton("up") == (1, "", "error: Ray did not start\nlast words\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_exit_code_of_an_interrupted_start_names_the_signal(
+    baton: RunBaton, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt(number.name)
+
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(up, "_check_port", lambda _: None)
+    monkeypatch.setattr(up, "_run", interrupted)
+    assert baton("up") == (128 + number, "", "stopped while starting\n")
 
 
 def test_an_interrupt_while_importing_prints_nothing(baton: RunBaton, monkeypatch: pytest.MonkeyPatch) -> None:
