@@ -103,6 +103,8 @@ class Tails:
                 parts.insert(0, stack.enter_context(path.with_name(f"{path.name}.1").open("rb")))
             for part in parts:
                 status = os.fstat(part.fileno())
+                if status.st_ino in reached:  # renamed between both openings
+                    continue
                 position = positions.get(status.st_ino, 0)
                 position = part.seek(position if position <= status.st_size else 0)
                 while (line := part.readline()).endswith(b"\n"):

@@ -80,6 +80,24 @@ def test_a_full_file_replaces_the_one_before(monkeypatch: pytest.MonkeyPatch) ->
     assert [line.rpartition(" ")[2] for line in read] == [str(number) for number in range(50)]
 
 
+def test_a_file_renamed_while_it_is_opened_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    write(NOW, "router.log", "one")
+    theirs = Path.open
+
+    def open_and_rename(path: Path, mode: str) -> object:
+        opened = theirs(path, mode)
+        if path.name == "router.log" and mode == "rb":
+            path.rename(path.with_name("router.log.1"))
+            write(NOW, "router.log", "two")
+        return opened
+
+    tails = Tails(NOW.folder, "router")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_and_rename)
+        assert list(tails.new()) == ["one"]
+    assert list(tails.new()) == ["two"]
+
+
 def test_only_the_last_sessions_are_kept() -> None:
     names = [f"2026-11-{day}T00-00-00-1" for day in range(10, 20)]
     for name in names:
