@@ -47,6 +47,9 @@ def _http_error(request: Request, error: HTTPException) -> ApiError:
         HTTPStatus.NOT_FOUND: f"there is no route {path}",
         HTTPStatus.METHOD_NOT_ALLOWED: f"{path} does not accept {request.method}",
     }
+    headers = dict(error.headers or {})
+    if headers.get("Allow") == "GET":  # HEAD is answered like GET
+        headers["Allow"] = "GET, HEAD"
     status = HTTPStatus(error.status_code)
     message = messages.get(status, str(error.detail))
-    return ApiError(status, message, code=status.name.lower(), headers=error.headers)
+    return ApiError(status, message, code=status.name.lower(), headers=headers)

@@ -181,6 +181,7 @@ class TestBadInput:
         reply = shared.http.get("/v1/completions")
         assert (reply.status_code, reply.json()["error"]["message"]) == (405, "/v1/completions does not accept GET")
         assert reply.headers["allow"] == "POST"
+        assert shared.http.post("/ready").headers["allow"] == "GET, HEAD"
 
     def test_choices_of_all_prompts_are_limited_together(self, shared: RouterCluster) -> None:
         error = shared.post("/v1/completions", prompt=["x"] * 103, n=10).json()["error"]
