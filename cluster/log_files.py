@@ -39,7 +39,7 @@ class LogSession:
 
 def sessions_of(cluster: str) -> list[Path]:
     """Return the folders of a cluster's sessions on this machine, from the newest to the oldest."""
-    return sorted(_root().glob(f"{cluster}/*"), reverse=True)
+    return sorted((session for session in _root().glob("*/*") if session.parent.name == cluster), reverse=True)
 
 
 def cluster_names() -> list[str]:

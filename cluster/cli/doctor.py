@@ -92,10 +92,10 @@ def check_ray(environ: Mapping[str, str] = os.environ, home: Path | None = None)
     version = installed_version("ray")
     if version is None:
         return Finding("ray", Status.FAIL, "not installed", "run `make venv`")
-    # Unlike Path.home(), this does not fail for an account without a home folder.
+    # Unlike the methods of Path, these functions do not fail without a home folder, or if it may not be entered.
     default_path = (home or Path(os.path.expanduser("~"))) / ".ray" / "auth_token"  # noqa: PTH111
     token_path = Path(environ.get("RAY_AUTH_TOKEN_PATH", default_path))
-    has_token = "RAY_AUTH_TOKEN" in environ or token_path.is_file()
+    has_token = "RAY_AUTH_TOKEN" in environ or os.path.isfile(token_path)  # noqa: PTH113
     mode = environ.get("RAY_AUTH_MODE", "").lower()
     found = f"{version}, RAY_AUTH_MODE {mode or 'not set'}, {'a' if has_token else 'no'} token"
     if mode not in ("", "token", "disabled"):
@@ -160,7 +160,7 @@ def check_cache(folder: Path | None = None) -> Finding:
         folder = folder or CACHE_DIR.get()
     except UserError as error:
         return Finding("cache", Status.FAIL, str(error), "set BATON_CACHE_DIR")
-    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    nearest = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))  # noqa: PTH110
     try:
         with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(bytes(_TRIED_BYTES))

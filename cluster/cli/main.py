@@ -1,4 +1,6 @@
-"""The `baton` command line. A user error is printed on stderr, with exit code 2."""
+"""The `baton` command line. A user error, or that of a file, is printed on stderr in one line,
+with exit code 2.
+"""
 
 import importlib.util
 import signal
@@ -26,6 +28,11 @@ def main() -> None:
         app()
     except UserError as exc:
         sys.stderr.write(f"{exc}\n")
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.stderr.write(f"{error.filename}: {error.strerror}\n")
         sys.exit(2)
     except KeyboardInterrupt:  # while importing
         sys.exit(128 + signal.SIGINT)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.spec.config import DeployConfig, Device
-from cluster.spec.errors import UserError
+from cluster.spec.errors import ConfigError, Problem, UserError
 from cluster.spec.kv import KvGeometry
 from workers.context_parallel.cost_model import ModelShape
 from workers.models import recall_weights
@@ -38,7 +38,7 @@ def read_model(config: DeployConfig) -> ModelFacts | UnknownModel:
     """Read the served model: a built-in one, a local folder, or one in the Hugging Face cache of this machine.
 
     Raises:
-        ConfigError: ``model.path`` names a local folder that does not exist.
+        ConfigError: ``model.path`` names a local folder that does not exist, or cannot be the name of a repository.
     """
     if config.model.path in recall_weights.BUILT_IN:
         shape = recall_weights.config(recall_weights.Variant(config.model.path))
@@ -84,5 +84,8 @@ def _cached(repository: str) -> Path | None:
     # The import takes longer than the rest of the command.
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repository, "config.json")
+    try:
+        found = try_to_load_from_cache(repository, "config.json")
+    except ValueError as error:  # no possible name
+        raise ConfigError([Problem("model.path", f"got {repository!r}; {error}")]) from error
     return Path(found).parent if isinstance(found, str) else None

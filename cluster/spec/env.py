@@ -45,15 +45,16 @@ _ALLOWED_FOLDER = "the absolute path of a folder"
 
 
 def _absolute_folder(text: str) -> Path:
-    folder = Path(text).expanduser()
-    if not folder.is_absolute() or (folder.exists() and not folder.is_dir()):
+    # Unlike the methods of Path, these functions do not fail for unknown accounts and folders that may not be entered.
+    folder = Path(os.path.expanduser(text))  # noqa: PTH111
+    if not folder.is_absolute() or (os.path.exists(folder) and not folder.is_dir()):  # noqa: PTH110
         raise ValueError(text)
     return folder
 
 
 def _default_cache(environ: Mapping[str, str]) -> Path:
-    if base := environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "baton"
+    if (base := Path(environ.get("XDG_CACHE_HOME", ""))).is_absolute():  # its specification: ignore a relative path
+        return base / "baton"
     try:
         return Path.home() / ".cache" / "baton"
     except RuntimeError as error:

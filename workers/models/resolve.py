@@ -1,5 +1,6 @@
 """Location of a model's files on this machine. Does not import torch."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def local_folder(path: str) -> Path | None:
     Raises:
         ConfigError: the path is neither.
     """
-    folder = Path(path).expanduser()
+    # Unlike Path.expanduser(), this does not fail for an unknown account.
+    folder = Path(os.path.expanduser(path))  # noqa: PTH111
     if folder.is_dir():
         return folder
     if path.count("/") != 1 or path.startswith((".", "/", "~")):

@@ -1,5 +1,6 @@
 """Findings of `baton doctor`, good and bad, on fake machines."""
 
+import errno
 import json
 import pwd
 import shutil
@@ -130,6 +131,17 @@ def test_an_account_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert doctor.check_ray({}).status is Status.OK
     assert doctor.check_cache().status is Status.FAIL
+
+
+def test_a_home_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.delenv("BATON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert doctor.check_ray({}, tmp_path).status is Status.OK
+    assert doctor.check_cache().status is Status.OK
 
 
 def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,8 @@ def test_the_last_start_of_any_cluster_is_shown_unless_another_is_named() -> Non
     assert logs("--previous") == ["before"]
     assert logs("--cluster", "other") == ["other"]
     assert logs("--cluster", "other", "-p") == ["no earlier logs of other on this machine; known: demo, other"]
-    assert logs("--cluster", "third") == ["no logs of third on this machine; known: demo, other"]
+    for name in ("third", "*", "/etc"):
+        assert logs("--cluster", name) == [f"no logs of {name} on this machine; known: demo, other"]
 
 
 def test_an_incomplete_line_is_read_when_it_is_complete() -> None:

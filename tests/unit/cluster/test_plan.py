@@ -254,6 +254,18 @@ def test_a_failed_check_has_a_fix_and_an_exit_code(
     assert "not in this machine's Hugging Face cache yet; `hf download owner/name config.json` fetches all" in out
 
 
+@pytest.mark.parametrize("model", ["owner/name:latest", "~nobody-has-this-name/model"])
+def test_an_impossible_name_of_a_model_is_refused_in_one_line(baton: RunBaton, model: str) -> None:
+    code, out, err = baton("plan", "--model", model)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"model.path: got '{model}'")
+
+
+def test_a_file_that_cannot_be_looked_up_is_reported_in_one_line(baton: RunBaton) -> None:
+    name = "x" * 300
+    assert baton("plan", name) == (2, "", f"{name}: File name too long\n")
+
+
 def test_folder_without_a_model_leaves_kv_unknown(tmp_path: Path) -> None:
     plan = plan_of(f"model: {{path: {tmp_path}}}")
     assert plan.kv is None

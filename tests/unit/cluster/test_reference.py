@@ -89,8 +89,15 @@ def test_origins_are_a_list() -> None:
 
 def test_environment_variables_have_defaults() -> None:
     assert CACHE_DIR.get({"XDG_CACHE_HOME": "/x"}) == Path("/x/baton")
+    assert CACHE_DIR.get({"XDG_CACHE_HOME": "here"}) == Path.home() / ".cache" / "baton"
     assert CACHE_DIR.get({"BATON_CACHE_DIR": ""}) == Path.home() / ".cache" / "baton"
     assert TOKEN.get({}) is None
+
+
+@pytest.mark.parametrize("given", ["~nobody-has-this-name/cache", "here", __file__])
+def test_a_wrong_cache_folder_is_refused(given: str) -> None:
+    with pytest.raises(UserError, match=r"^BATON_CACHE_DIR: got .*; allowed: the absolute path of a folder$"):
+        CACHE_DIR.get({"BATON_CACHE_DIR": given})
 
 
 def test_an_account_without_a_home_folder_needs_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
