@@ -1,6 +1,4 @@
-"""The `baton` command line. A user error, or that of a file, is printed on stderr in one line,
-with exit code 2.
-"""
+"""The `baton` command line. User errors and errors of files are printed on stderr, in one line, with exit code 2."""
 
 import importlib.util
 import signal
