@@ -61,6 +61,7 @@ class Tokenizer:
         self.special_texts = frozenset(
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
         )
+        self._drops_space = self._finds_dropped_space()
         templates = _read_templates(folder, tokenizer_config)
         self.chat_template = templates.get("default", next(iter(templates.values()), None))
         self.tool_template = templates.get("tool_use", self.chat_template)
@@ -107,6 +108,15 @@ class Tokenizer:
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise UserError(f"the model's chat template rejects these messages: {error}") from error
 
+    def context_of(self, prompt_ids: Sequence[int]) -> list[int]:
+        """Return the prompt's tokens that a text after it must be decoded with; none for most tokenizers."""
+        return [*prompt_ids[-_PROMPT_CONTEXT_TOKENS:]] if self._drops_space else []
+
+    def _finds_dropped_space(self) -> bool:
+        """Return whether the space before a word is dropped where a text starts, as by SentencePiece's decoders."""
+        ids = self.encode("a a", add_special_tokens=False)
+        return "".join(self.decode([token_id]) for token_id in ids) != self.decode(ids)
+
     def _eos_ids(self, config: Mapping[str, Any]) -> frozenset[int]:
         """Return the end-of-sequence tokens of the first configuration that names any: generation, model, tokenizer.
 
@@ -127,9 +137,9 @@ class Detokenizer:
         """Start an answer; ``context`` has the tokens before it, whose text is not returned."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window = [*context[-_PROMPT_CONTEXT_TOKENS:]]
+        self._window = tokenizer.context_of(context)
         """Latest tokens: context and returned ones, then those held back."""
-        self._given = tokenizer.decode(self._window, skip_special_tokens)
+        self._given = tokenizer.decode(self._window, skip_special_tokens) if self._window else ""
         """Text of the tokens in the window before those held back."""
         if self._given.endswith(_UNFINISHED):  # no answer completes this character
             self._window, self._given = [], ""
