@@ -125,6 +125,12 @@ def plan_of(new: NewRequest, pages: list[int]) -> StepPlan:
     )
 
 
+def chunk_before(last: StepPlan) -> StepPlan:
+    """Return a plan that computes the pages before the last one."""
+    chunk = replace(last.scheduled[0], first_position=0, token_ids=[1] * 3 * PAGE_SIZE, samples=False)
+    return replace(last, scheduled=[chunk])
+
+
 def sender_of(
     mine: RankRecord, leader: Inbox, source: Region, backend: Loopback, verify: Verify = Verify.COUNTS
 ) -> KvSender:
@@ -145,6 +151,15 @@ def case_of(decode: Inbox) -> tuple[Loopback, RankRecord, Region, Region, NewReq
     backend, mine = Loopback(), record(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
     return backend, mine, source, target, new_request_to(decode, target)
+
+
+def begin_failing_write(sender: KvSender, backend: Loopback, target: Region, plan: StepPlan) -> None:
+    """Compute a plan whose write hangs until the gate opens, and then fails."""
+    backend.failing.add(target.endpoint.session)
+    backend.gate.clear()
+    sender.before_step(plan)
+    sender.after_step(plan, {ROOM: known_of(plan.new_requests[0], [PAGES])})
+    assert backend.is_writing.wait(60)
 
 
 def assert_reported(leader: Inbox, state: SendState) -> None:
@@ -179,10 +194,7 @@ def test_a_failed_transfer_does_not_restart_with_the_next_chunk(decode: Inbox, l
     """Another request can own the pages once the leader knows of the failure."""
     backend, mine, source, target, new = case_of(decode)
     last = plan_of(new, PAGES)
-    first = replace(
-        last, scheduled=[replace(last.scheduled[0], first_position=0, token_ids=[1] * 3 * PAGE_SIZE, samples=False)]
-    )
-    known = {ROOM: known_of(new, [PAGES])}
+    first, known = chunk_before(last), {ROOM: known_of(new, [PAGES])}
     with closing(sender_of(mine, leader, source, backend)) as sender:
         backend.failing.add(target.endpoint.session)
         sender.before_step(first)
@@ -205,15 +217,8 @@ def test_a_transfer_that_fails_between_its_release_and_its_cancellation_leaves_n
 ) -> None:
     backend, mine, source, target, new = case_of(decode)
     last = plan_of(new, PAGES)
-    first = replace(
-        last, scheduled=[replace(last.scheduled[0], first_position=0, token_ids=[1] * 3 * PAGE_SIZE, samples=False)]
-    )
     with closing(sender_of(mine, leader, source, backend)) as sender:
-        backend.failing.add(target.endpoint.session)
-        backend.gate.clear()
-        sender.before_step(first)
-        sender.after_step(first, {ROOM: known_of(new, [PAGES])})
-        assert backend.is_writing.wait(60)
+        begin_failing_write(sender, backend, target, chunk_before(last))
         sender.after_step(replace(last, new_requests=[], scheduled=[], releases=[ROOM]), {})
         backend.gate.set()
         assert_reported(leader, SendState.FAILED)
@@ -241,15 +246,8 @@ def test_a_transfer_that_fails_after_its_cancellation_leaves_no_state(decode: In
     """The room is released while the write hangs, and is not released again."""
     backend, mine, source, target, new = case_of(decode)
     last = plan_of(new, PAGES)
-    first = replace(
-        last, scheduled=[replace(last.scheduled[0], first_position=0, token_ids=[1] * 3 * PAGE_SIZE, samples=False)]
-    )
     with closing(sender_of(mine, leader, source, backend)) as sender:
-        backend.failing.add(target.endpoint.session)
-        backend.gate.clear()
-        sender.before_step(first)
-        sender.after_step(first, {ROOM: known_of(new, [PAGES])})
-        assert backend.is_writing.wait(60)
+        begin_failing_write(sender, backend, target, chunk_before(last))
         sender.cancel(CancelSend(room=ROOM))
         sender.after_step(replace(last, new_requests=[], scheduled=[], releases=[ROOM]), {})
         backend.gate.set()
