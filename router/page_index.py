@@ -133,10 +133,14 @@ class LowerTiers:
         return next((index for index in range(begin, len(keys)) if keys[index] not in host), len(keys))
 
     def stored_ends(self, keys: Sequence[bytes]) -> Sequence[int]:
-        """Return, for each key, the index of the next one that is not in storage, and mark stored keys as used."""
+        """Return, for each key and for their end, the index of the first one from there on that is not in storage.
+
+        Stored keys are marked as used.
+        """
+        end = len(keys)
         if not self._stored:
-            return range(len(keys))
-        end, ends = len(keys), list[int]()
+            return range(end + 1)
+        ends = [end]
         # The first pages of a prefix are evicted last because the others are useless without them.
         for index in reversed(range(len(keys))):
             if keys[index] in self._stored:
@@ -229,7 +233,7 @@ class PageIndex:
         if not keys:
             return [CachedPages() for _ in peers]
         # Replicas share the storage, so a long prompt is looked up there once, not once per replica.
-        stored_ends = [*self._below.stored_ends(keys), len(keys)]
+        stored_ends = self._below.stored_ends(keys)
         cached = []
         for peer in peers:
             device_end = self.count(peer, keys)

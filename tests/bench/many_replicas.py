@@ -161,7 +161,7 @@ def measure_picks(prefills: Sequence[Peer], decodes: Sequence[Peer], tier: Tier)
 
 
 def reports(peer: Peer, keys: list[bytes], tier: Tier) -> Iterator[KvEvents]:
-    others = [os.urandom(len(keys[0]) if keys else 32) for _ in range(10_000)]
+    others = [os.urandom(16) for _ in range(10_000)]
     for number, (stored, where) in enumerate([(others, Tier.DEVICE), (keys, tier)]):
         yield KvEvents(
             replica=peer.replica, incarnation=peer.incarnation, number=number, stored=stored, removed=[], tier=where
