@@ -106,8 +106,8 @@ def _load(
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
     attention = _open_attention(spec, model, geometry)
-    features = {"has_windows": geometry.has_windows, "has_experts": bool(model.config.experts_per_token)}
-    make_capture = capture_maker(device) if captures_decode(config, spec.pool, **features) else None
+    limits = model_config.limits
+    make_capture = capture_maker(device) if captures_decode(config, spec.pool, limits) else None
     memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)
     layout = _pool_layout(spec, geometry, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
@@ -116,7 +116,7 @@ def _load(
     runner = ModelRunner(model, memory.pool, attention, groups, spec.ownership, grammars)
     warm_up(runner)
     on_failure.callback(runner.drop_graphs)
-    _capture_decode(spec, runner, make_capture, why_not_captured(config, spec.pool, **features))
+    _capture_decode(spec, runner, make_capture, why_not_captured(config, spec.pool, limits))
     shape, rates = measured_rates(spec, store, model, memory.pool, attention, groups, dtype_name)
     return Rank(
         geometry=geometry,

@@ -21,11 +21,6 @@ class ModelFacts:
     geometry: KvGeometry
     dtype: str
 
-    @property
-    def features(self) -> dict[str, bool]:
-        """Properties on which the capture of decode steps depends. See cluster/spec/decode_graphs.py."""
-        return {"has_windows": self.geometry.has_windows, "has_experts": bool(self.config.experts_per_token)}
-
 
 @dataclass(frozen=True, slots=True)
 class UnknownModel:

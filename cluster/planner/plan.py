@@ -107,7 +107,7 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
         model=config.model.name,
         replicas=[plan for role, pool in config.pools.items() for plan in _replicas(role, pool, model)],
         steps=_steps(config.prefill),
-        not_captured=why_not_captured(config, config.decode, **facts.features) if facts else "",
+        not_captured=why_not_captured(config, config.decode, facts.config.limits) if facts else "",
         kv=kv_plan(config, facts) if facts else None,
         projections=projections_plan(config, facts) if facts else None,
         traffic=traffic_plan(config, facts) if facts else None,

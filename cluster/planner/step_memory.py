@@ -128,7 +128,7 @@ def _most_tokens(pool: Pool) -> int:
 
 def graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     """Return the bytes of CUDA graphs: the largest step, which all graphs share, and their page tables and nodes."""
-    if config.resources.device is not Device.CUDA or not captures_decode(config, pool, **model.features):
+    if config.resources.device is not Device.CUDA or not captures_decode(config, pool, model.config.limits):
         return 0.0
     sizes, most_keys = batch_sizes(pool.max_requests), model.config.max_position_embeddings
     tables = sum(sizes) * pages_for(most_keys, config.kv.page_size) * _PAGE_ID_BYTES

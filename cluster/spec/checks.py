@@ -191,7 +191,7 @@ def _master(config: DeployConfig) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """Sizes of a model that must be divisible among ranks."""
+    """Properties of a model that limit how its ranks divide and compute it."""
 
     num_heads: int
     num_kv_heads: int

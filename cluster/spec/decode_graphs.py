@@ -1,25 +1,25 @@
 """Selection of decode steps to capture. Pure."""
 
+from cluster.spec.checks import ModelLimits
 from cluster.spec.config import AttentionSetting, DecodeConfig, DeployConfig, Device, PoolConfig
 from cluster.spec.strategy import MoeDispatch
 
 
-def captures_decode(config: DeployConfig, pool: PoolConfig, *, has_windows: bool, has_experts: bool) -> bool:
+def captures_decode(config: DeployConfig, pool: PoolConfig, model: ModelLimits) -> bool:
     """Return whether workers of a pool capture decode steps."""
-    reason = why_not_captured(config, pool, has_windows=has_windows, has_experts=has_experts)
-    return isinstance(pool, DecodeConfig) and not reason
+    return isinstance(pool, DecodeConfig) and not why_not_captured(config, pool, model)
 
 
-def why_not_captured(config: DeployConfig, pool: PoolConfig, *, has_windows: bool, has_experts: bool) -> str:
+def why_not_captured(config: DeployConfig, pool: PoolConfig, model: ModelLimits) -> str:
     """Return why a pool of decode workers captures no steps; empty if it captures some, or for other pools."""
-    resources, parallel = config.resources, pool.parallel
+    resources, parallel, has_experts = config.resources, pool.parallel, model.num_experts is not None
     if not isinstance(pool, DecodeConfig):
         return ""
     if resources.attention in (AttentionSetting.FLASH_ATTN, AttentionSetting.TORCH):
         return f"attention by {resources.attention}"
     if parallel.pp > 1:
         return "pipeline stages"
-    if has_windows:
+    if model.has_windows:
         return "sliding windows"
     if has_experts and resources.device is Device.CPU:
         return "experts on a CPU"

@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from cluster.spec.checks import ModelLimits
 from cluster.spec.config import DeployConfig, Device
 from cluster.spec.decode_graphs import batch_sizes, captures_decode, why_not_captured
 from cluster.spec.errors import UserError
@@ -40,7 +42,7 @@ from workers.models.decoder import DecoderModel
 
 TOTAL, WEIGHTS, ACTIVATIONS, OTHERS, GRAPH, WORKSPACE = (n * GIB for n in (100, 16, 2, 1, 3, 4))
 SIZES = batch_sizes(8)
-NO_FEATURES = {"has_windows": False, "has_experts": False}
+DENSE = ModelLimits(num_heads=1, num_kv_heads=1, num_layers=1, num_experts=None)
 
 
 class FakeGpu:
@@ -321,32 +323,29 @@ def test_steps_with_layerwise_loads_are_counted(model: DecoderModel) -> None:
 )
 def test_pools_that_allow_capture(text: dict[str, Any], reason: str) -> None:
     config = DeployConfig.model_validate({"resources": {"device": "cuda"}} | text)
-    assert why_not_captured(config, config.decode, **NO_FEATURES) == reason
-    assert captures_decode(config, config.decode, **NO_FEATURES) == (not reason)
-    assert not captures_decode(config, config.prefill, **NO_FEATURES)
+    assert why_not_captured(config, config.decode, DENSE) == reason
+    assert captures_decode(config, config.decode, DENSE) == (not reason)
+    assert not captures_decode(config, config.prefill, DENSE)
 
 
 def test_experts_are_captured_on_gpus_only() -> None:
-    features = NO_FEATURES | {"has_experts": True}
+    model = replace(DENSE, num_experts=4)
     for device, reason in (("cpu", "experts on a CPU"), ("cuda", "")):
         config = DeployConfig.model_validate({"resources": {"device": device}})
-        assert why_not_captured(config, config.decode, **features) == reason
-        assert captures_decode(config, config.decode, **features) == (not reason)
+        assert why_not_captured(config, config.decode, model) == reason
+        assert captures_decode(config, config.decode, model) == (not reason)
 
 
 @pytest.mark.parametrize(("parallel", "reason"), [({}, ""), ({"tp": 2}, "tokens sent to experts")])
 def test_steps_that_send_tokens_to_experts_are_not_captured(parallel: dict[str, int], reason: str) -> None:
     resources = {"device": "cuda", "moe_dispatch": "all_to_all"}
     config = DeployConfig.model_validate({"decode": {"parallel": parallel}, "resources": resources})
-    assert why_not_captured(config, config.decode, **NO_FEATURES | {"has_experts": True}) == reason
-    assert not why_not_captured(config, config.decode, **NO_FEATURES)
+    assert why_not_captured(config, config.decode, replace(DENSE, num_experts=4)) == reason
+    assert not why_not_captured(config, config.decode, DENSE)
 
 
 def test_windowed_models_are_not_captured() -> None:
-    config, features = (
-        DeployConfig.model_validate({"resources": {"device": "cuda"}}),
-        NO_FEATURES | {"has_windows": True},
-    )
-    assert why_not_captured(config, config.decode, **features) == "sliding windows"
-    assert not captures_decode(config, config.decode, **features)
-    assert not why_not_captured(config, config.prefill, **features)
+    config, model = DeployConfig.model_validate({"resources": {"device": "cuda"}}), replace(DENSE, has_windows=True)
+    assert why_not_captured(config, config.decode, model) == "sliding windows"
+    assert not captures_decode(config, config.decode, model)
+    assert not why_not_captured(config, config.prefill, model)
