@@ -64,22 +64,24 @@ class RotaryEmbedding(nn.Module):
         self.attention_factor = _yarn_attention_factor(rope) if rope.rope_type == "yarn" else 1.0
         # Plain attributes computed on the CPU. Casting the model, or building it on the meta device, must not change
         # them.
-        self.inv_freq = _inverse_frequencies(rope, head_dim).to(device)
+        self.inv_freq = _inverse_frequencies(rope, head_dim).repeat(2).to(device)
         # Placed on the device from the start, since nothing can be copied to a GPU during a graph capture.
-        self._exponents = _exponents(head_dim).to(device)
+        self._exponents = _exponents(head_dim).repeat(2).to(device)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Map positions [num_tokens] int64 to their rotations in ``dtype``."""
         inv_freq = self.inv_freq
         if self.rope.rope_type == "dynamic":
             inv_freq = self._dynamic_frequencies(positions)
-        angles = (positions[:, None].float() * inv_freq).repeat(1, 2)[:, None, :]
-        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        angles = (positions[:, None] * inv_freq)[:, None, :]
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_factor != 1.0:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return Rotation(cos.to(dtype), sin.to(dtype))
 
     def _dynamic_frequencies(self, positions: Tensor) -> Tensor:
-        """Return frequencies [num_tokens, head_dim/2] whose base grows with each token's position (NTK-aware)."""
-        max_len, head_dim = self.rope.max_position_embeddings, 2 * self.inv_freq.numel()
+        """Return frequencies [num_tokens, head_dim] whose base grows with each token's position (NTK-aware)."""
+        max_len, head_dim = self.rope.max_position_embeddings, self.inv_freq.numel()
         length = (positions[:, None] + 1).clamp(min=max_len)
         growth = self.rope.factor * length / max_len - (self.rope.factor - 1)
         base = self.rope.theta * growth ** (head_dim / (head_dim - 2))
