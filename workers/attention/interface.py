@@ -127,7 +127,7 @@ class GraphShape:
 class GraphAttention(Protocol):
     """Attention of one token per request, with inputs at fixed addresses, so that a graph can capture it."""
 
-    def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
+    def fill(self, num_keys: Sequence[int], tables: Sequence[NDArray[np.int64]]) -> None:
         """Set the inputs of the next replay. Asynchronous on a GPU.
 
         ``num_keys`` holds the number of keys, at least one, that each request's token sees. ``tables`` holds each

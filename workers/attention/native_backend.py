@@ -134,12 +134,11 @@ class _NativeGraph:
         requests = torch.arange(shape.num_requests)
         self._items[:, 0], self._items[:, 1], self._items[:, 2] = requests, 1, requests * shape.most_pages
         self._items[:, 6] = 1
+        self._item_rows, self._table_rows = self._items.numpy(), self._tables.numpy()
 
-    def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
-        items, rows = self._items.numpy(), self._tables.numpy()
-        items[:, 4] = num_keys
-        items[:, 5] = items[:, 4] - 1
-        for row, table in zip(rows, tables, strict=True):
+    def fill(self, num_keys: Sequence[int], tables: Sequence[NDArray[np.int64]]) -> None:
+        self._item_rows[:, 4:6] = [(num, num - 1) for num in num_keys]
+        for row, table in zip(self._table_rows, tables, strict=True):
             row[: len(table)] = table
 
     def best_keys(self, *_: object, **__: object) -> Tensor:

@@ -152,28 +152,29 @@ class _CapturedStep:
         if step.previous is not None:
             step.previous.put_into(self._inputs[0])
         self.replay()
-        return self._hidden[: len(step.scheduled)]
+        num_requests = len(step.scheduled)
+        return self._hidden if num_requests == self._size else self._hidden[:num_requests]
 
     def _fill(self, step: StepInput) -> None:
-        pool, num_requests = self._pool, len(step.scheduled)
+        page_size, num_requests = self._pool.page_size, len(step.scheduled)
         on_host = self._inputs
         if self._device.is_asynchronous:
             on_host = torch.empty(self._inputs.shape, dtype=torch.int64, pin_memory=True)
-        token_ids, positions, slots, is_request = rows = on_host.numpy()
-        rows[:, num_requests:] = 0
-        is_request[:num_requests] = 1
-        token_ids[:num_requests] = [request.token_ids[0] for request in step.scheduled]
-        positions[:num_requests] = [request.first_position for request in step.scheduled]
         (page_tables,) = step.page_tables  # With several lifetimes, there are windows, and no step is captured.
-        tables = [*page_tables, *[np.array([pool.num_pages])] * (self._size - num_requests)]
-        pages, in_page = np.divmod(positions, pool.page_size)
-        slots[:] = [table[page] for table, page in zip(tables, pages.tolist(), strict=True)]
-        slots *= pool.page_size
-        slots += in_page
+        padding = [0] * (self._size - num_requests)
+        token_ids = [request.token_ids[0] for request in step.scheduled] + padding
+        positions = [request.first_position for request in step.scheduled] + padding
+        tables = [*page_tables, *(np.array([self._pool.num_pages]) for _ in padding)]
+        slots = [
+            int(table[position // page_size]) * page_size + position % page_size
+            for table, position in zip(tables, positions, strict=True)
+        ]
+        # Each of numpy's calls takes long after a step that has read all weights, so there is only one.
+        on_host.numpy()[:] = token_ids, positions, slots, [1] * num_requests + padding
         if on_host is not self._inputs:
             # The copy is asynchronous. Torch keeps the pinned memory until it is done.
             self._inputs.copy_(on_host, non_blocking=True)
-        self._attention.fill(positions + 1, tables)
+        self._attention.fill([position + 1 for position in positions], tables)
 
 
 def _most_requests(model: DecoderModel) -> int:

@@ -49,7 +49,7 @@ class DecodeAttention:
         self._selected: SelectedAttention | None = None
         self.arrived = torch.zeros(self._num_tiles, num_shares, dtype=torch.int32, device=shape.device.torch_device)
 
-    def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
+    def fill(self, num_keys: Sequence[int], tables: Sequence[NDArray[np.int64]]) -> None:
         num_requests, most_pages = self._shape.num_requests, self._shape.most_pages
         assert len(num_keys) == len(tables) == num_requests, f"got {len(num_keys)} of {num_requests} requests"
         lens = np.array(num_keys, dtype=np.int64)
