@@ -50,8 +50,8 @@ def _attend(runner: ModelRunner) -> None:
     heads = next((module for module in model.modules() if isinstance(module, LatentHeads)), None)
     for num_queries, prefix_len in KERNEL_STEPS:
         num_keys = prefix_len + num_queries
-        table = torch.full((pages_for(num_keys, pool.page_size),), pool.num_pages)
         rows = torch.zeros(num_keys, *pool.row_shape(0), dtype=model.dtype, device=model.device.torch_device)
+        table = rows.new_full((pages_for(num_keys, pool.page_size),), pool.num_pages, dtype=torch.int64)
         query = rows.new_zeros(num_queries, shape.num_heads, shape.query_dim)
         runs, key_runs = [Run(0, prefix_len, num_queries, 1)], [Run(0, 0, num_keys, 1)]
         paged = backend.prepare(runs, [table], pool.page_size)
