@@ -31,6 +31,8 @@ class Twin(Tensor):
     """Tensor that is on the GPU as far as torch knows."""
 
     on_cpu: Tensor
+    is_number = False
+    """Whether this is a plain number of Python, which torch copies to a GPU to assign it to indices."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -151,6 +153,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs["device"] = torch.device("cpu")
         work = partial(func, *tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
         out = work()
+        if func is torch.ops.aten.scalar_tensor.default:
+            number = Twin(out)
+            number.is_number = True
+            return number
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if func._schema.is_mutable:
             self._gpu.record(work)
@@ -180,7 +186,9 @@ def _waits(func: Any, name: str, args: Any, kwargs: Any) -> bool:
     """Return whether the host must know an operation's result, such as the length, before it goes on."""
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
         has_mask = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-        return has_mask and (name == "index" or args[2].numel() > 1)
+        if name == "index":
+            return has_mask
+        return args[2].numel() > 1 if has_mask else not isinstance(args[2], Twin) or args[2].is_number
     return kwargs.get("output_size") is None and not _WAITING.isdisjoint(func.tags)
 
 

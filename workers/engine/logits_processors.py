@@ -180,7 +180,9 @@ def _forbid_others(logits: Tensor, forbidden: Mapping[int, NDArray[np.bool_]]) -
 
 def _forbid(logits: Tensor, banned: Mapping[int, set[int]]) -> None:
     if banned:
-        logits[_index({row: np.array(list(ids), np.int64) for row, ids in banned.items()}, logits)] = -math.inf
+        index = _index({row: np.array(list(ids), np.int64) for row, ids in banned.items()}, logits)
+        # Torch would copy a plain number to a GPU, and wait for it.
+        logits[index] = logits.new_full((1,), -math.inf)
 
 
 def _keep_to(logits: Tensor, before: Tensor, grammars: Mapping[int, NDArray[np.bool_]]) -> None:

@@ -28,7 +28,7 @@ PROMPTS = [list(range(3, 27)), list(range(100, 111)), [200, 9, 77]]
 PAGES = [[7, 2, 9, 4], [0, 11, 5], [3, 10]]
 SAMPLINGS = [
     Sampling(num_logprobs=3),
-    Sampling(temperature=0.8, top_p=0.9, seed=3, num_logprobs=3),
+    Sampling(temperature=0.8, top_p=0.9, seed=3, num_logprobs=3, min_tokens=9, ending_ids=frozenset({9})),
     Sampling(temperature=0.7, top_k=9, repetition_penalty=1.2, logit_bias={3: 1.0}, num_logprobs=3),
 ]
 SHAPES: dict[str, dict[str, Any]] = {

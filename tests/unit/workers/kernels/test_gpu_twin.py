@@ -25,6 +25,7 @@ MISTAKES: dict[str, Callable[[Tensor], object]] = {
     "decision of the host": lambda x: 1 if (x > 0).all() else 0,
     "length for the host": lambda x: x[x > 0],
     "values from the host": lambda x: torch.tensor([1.0], device=x.device),
+    "number for indices": lambda x: x.__setitem__(x.long(), 1.0),
     "blocking copy from the host": lambda x: torch.zeros_like(x, device="cpu", pin_memory=True).to(META),
     "copy from memory that is not pinned": lambda x: x.copy_(torch.zeros(3), non_blocking=True),
     "blocking copy to the host": lambda x: x.cpu(),
