@@ -162,3 +162,11 @@ def test_tokens_equal_a_cpus() -> None:
     positions = list(range(len(rows)))
     sampled = sampler.draw(logits.to(DEVICE), rows, positions)
     assert sampled.tolist() == sampler.draw(logits, rows, positions).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [300, 5000])
+def test_a_token_of_corrupt_logits_is_in_the_vocabulary(vocab_size: int) -> None:
+    """The next step may embed it before the host knows."""
+    logits = torch.full((2, vocab_size), torch.nan, device=DEVICE)
+    sampled = sampler.draw(logits, [Sampling(temperature=1.0, top_p=0.9, seed=1)] * 2, [0, 1])
+    assert ((sampled >= 0) & (sampled < vocab_size)).all()

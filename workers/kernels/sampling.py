@@ -142,7 +142,8 @@ def _race_kernel(weights, keys, earliest, winners, stride, vocab_size, BLOCK: tl
     earliness = weight / _exponential(fraction)
     at = block + row * num_blocks
     tl.store(earliest + at, tl.max(earliness, 0))
-    tl.store(winners + at, block * BLOCK + tl.argmax(earliness, 0).to(tl.int64))
+    # If all are NaN, padding may win, but the token stays in bounds.
+    tl.store(winners + at, tl.minimum(block * BLOCK + tl.argmax(earliness, 0), vocab_size - 1).to(tl.int64))
 
 
 @triton.jit
