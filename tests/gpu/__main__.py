@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -61,8 +62,11 @@ def heading() -> list[str]:
 
 
 def commit() -> str:
-    asked = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or "of unknown revision"
+    """Return the commit, unless this is no checkout, or the image has no git."""
+    command, found = ["git", "describe", "--always", "--dirty"], ""
+    with suppress(FileNotFoundError):
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return found or "of unknown revision"
 
 
 def run_tests() -> tuple[list[str], bool]:
