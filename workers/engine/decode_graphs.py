@@ -152,8 +152,7 @@ class _CapturedStep:
         if step.previous is not None:
             step.previous.put_into(self._inputs[0])
         self.replay()
-        num_requests = len(step.scheduled)
-        return self._hidden if num_requests == self._size else self._hidden[:num_requests]
+        return self._hidden[: len(step.scheduled)]
 
     def _fill(self, step: StepInput) -> None:
         page_size, num_requests = self._pool.page_size, len(step.scheduled)

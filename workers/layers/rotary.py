@@ -63,7 +63,7 @@ class RotaryEmbedding(nn.Module):
         self.rope = rope
         self.attention_factor = _yarn_attention_factor(rope) if rope.rope_type == "yarn" else 1.0
         # Plain attributes computed on the CPU. Casting the model, or building it on the meta device, must not change
-        # them.
+        # them. Both dimensions of a pair have its frequency.
         self.inv_freq = _inverse_frequencies(rope, head_dim).repeat(2).to(device)
         # Placed on the device from the start, since nothing can be copied to a GPU during a graph capture.
         self._exponents = _exponents(head_dim).repeat(2).to(device)
