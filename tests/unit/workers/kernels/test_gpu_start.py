@@ -27,7 +27,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("role", Role)
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_a_rank_starts_on_a_gpu(family: str, role: Role, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint(tmp_path, family, num_hidden_layers=2)
     store: Any = HashStore()

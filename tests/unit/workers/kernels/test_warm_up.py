@@ -17,7 +17,6 @@ from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_params import params_for
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.devices import CpuWithKernels, kernels_on_cpu
-from tests.fakes.gpu_twin import twin_gpu
 from tests.fakes.kv import kv_pool
 from tests.fakes.steps import Request, step_of
 from tests.fakes.thread_group import on_thread_ranks
@@ -27,7 +26,6 @@ from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton import backend, selection
 from workers.attention.triton.backend import TritonAttention
-from workers.engine import warm_up as warming
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.warm_up import KERNEL_STEPS, merge_dummy, warm_up
@@ -112,18 +110,6 @@ def test_sampling_and_copying_are_warmed_up(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(ModelRunner, "run_dummy", lambda *_: None)  # slow, and covered above
     warm_up(ModelRunner(model, pool, TritonAttention(), RankGroups()))
     assert launched == ["cutoffs", "race", "copies"]
-
-
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_kernels_are_warmed_up_with_tensors_on_the_gpu(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warming, "KERNEL_STEPS", [(1, 0), (2, 16)])
-    folder = make_checkpoint(tmp_path, family, num_hidden_layers=2)
-    with twin_gpu() as gpu:
-        model = load_model(folder, device=gpu)
-        pool = PagePool.of_one_rank(model.config.kv_geometry("m", "float32", 8), 2, gpu.torch_device)
-        warm_up(ModelRunner(model, pool, TritonAttention(), RankGroups()))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
