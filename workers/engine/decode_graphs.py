@@ -163,7 +163,7 @@ class _CapturedStep:
         padding = [0] * (self._size - num_requests)
         token_ids = [request.token_ids[0] for request in step.scheduled] + padding
         positions = [request.first_position for request in step.scheduled] + padding
-        tables = [*page_tables, *(np.array([self._pool.num_pages]) for _ in padding)]
+        tables = [*page_tables, *[np.array([self._pool.num_pages])] * len(padding)]
         slots = [
             int(table[position // page_size]) * page_size + position % page_size
             for table, position in zip(tables, positions, strict=True)
