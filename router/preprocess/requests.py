@@ -69,7 +69,10 @@ class StructuredOutputs(Body):
 
 
 class Function(Body):
+    """Function of a tool. Templates write its fields in this order, which models know; undeclared ones follow."""
+
     name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
     parameters: dict[str, Any] | None = None
 
 

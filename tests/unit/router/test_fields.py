@@ -92,3 +92,11 @@ def test_an_unsupported_field_is_refused_unless_it_has_no_effect(name: str) -> N
     with pytest.raises(ApiError, match=f"^{name}: not supported, got .*; allowed: null") as raised:
         refuse_unsupported({name: {"x": 1}})
     assert raised.value.param == name
+
+
+def test_a_template_gets_a_function_in_the_order_of_openais_fields() -> None:
+    """Templates write tools as JSON, and the model has seen them in this order."""
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+    tools = [{"type": "function", "function": function}]
+    body = ChatRequest.model_validate_json(json.dumps({"model": "m", "messages": MESSAGES, "tools": tools}))
+    assert json.dumps(body.variables["tools"]) == json.dumps(tools)
