@@ -58,9 +58,12 @@ class Tokenizer:
         self.generation_config = _read_json(folder / "generation_config.json")
         """Contents of the model's generation_config.json; empty if there is no such file."""
         self.eos_ids = self._eos_ids(text_config)
-        self.special_texts = frozenset(
-            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
-        )
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.special_texts = frozenset(token.content for token in added if token.special)
+        in_brackets = {token.content for token in added if token.content[:1] == "<" and token.content[-1:] == ">"}
+        self.whole_texts = self.special_texts | in_brackets
+        """Texts of tokens that a grammar allows only by name. llguidance takes all added tokens in angle brackets as
+        special, such as Qwen's markers, which are not."""
         self._drops_space = self._finds_dropped_space()
         templates = _read_templates(folder, tokenizer_config)
         self.chat_template = templates.get("default", next(iter(templates.values()), None))

@@ -71,7 +71,7 @@ def _constraint(model: ServedModel, body: ChatRequest, dialect: Dialect | None) 
         return answer
     choice = body.tool_choice
     is_free = (choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice) in (None, "none", "auto")
-    calls = _calls(body, dialect, model.tokenizer.special_texts, with_text=is_free and answer is None)
+    calls = _calls(body, dialect, model.tokenizer.whole_texts, with_text=is_free and answer is None)
     if answer is None:
         return calls
     if is_free:
@@ -90,7 +90,7 @@ def _is_best_effort(body: ChatRequest) -> bool:
     return body.tool_choice in (None, "auto")
 
 
-def _calls(body: ChatRequest, dialect: Dialect, special_texts: frozenset[str], *, with_text: bool) -> Constraint:
+def _calls(body: ChatRequest, dialect: Dialect, whole_texts: frozenset[str], *, with_text: bool) -> Constraint:
     """Return the grammar of tool calls. With ``with_text``, any text may precede or replace them."""
     tools = _callable(body)
     names = [tool.function.name for _, tool in tools]
@@ -101,9 +101,9 @@ def _calls(body: ChatRequest, dialect: Dialect, special_texts: frozenset[str], *
         schema = {**ANY_OBJECT, **given_or(tool.function.parameters, _NO_PARAMETERS)} if holds_schemas else ANY_OBJECT
         parts[f"arguments_{number}"] = json_part(schema, f"tools[{index}].function.parameters")
     several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
-    rules = dialect.lark(names, special_texts, several=several)
+    rules = dialect.lark(names, whole_texts, several=several)
     if with_text:
-        rules += dialect.text_lark(names, special_texts, several=several)
+        rules += dialect.text_lark(names, whole_texts, several=several)
     return Constraint(rules=rules, starts=("free" if with_text else "calls",), parts=parts)
 
 

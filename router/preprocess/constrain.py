@@ -50,10 +50,10 @@ class Constraint:
     starts: Sequence[str]
     parts: Mapping[str, Part]
 
-    def grammar(self, thinking: Thinking, special_texts: frozenset[str]) -> str:
-        """Return the complete grammar: reasoning, then the answer. Markers in ``special_texts`` are special tokens."""
+    def grammar(self, thinking: Thinking, whole_texts: frozenset[str]) -> str:
+        """Return the complete grammar: reasoning, then the answer. Markers in ``whole_texts`` are single tokens."""
         start = f"start: {_REASONING[thinking]}({' | '.join(self.starts)})"
-        lark = "\n".join([start, *self.rules, *_reasoning_rules(thinking, special_texts)])
+        lark = "\n".join([start, *self.rules, *_reasoning_rules(thinking, whole_texts)])
         named = [{"name": name, **part.grammar} for name, part in self.parts.items()]
         return _grammar_text({"lark_grammar": lark}, *named)
 
@@ -103,13 +103,13 @@ def grammar_of(model: ServedModel, wanted: Callable[[], Constraint | None], thin
 
 
 def _checked(model: ServedModel, constraint: Constraint, thinking: Thinking) -> str:
-    grammar = constraint.grammar(thinking, model.tokenizer.special_texts)
+    grammar = constraint.grammar(thinking, model.tokenizer.whole_texts)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         field = next(iter(constraint.parts.values())).field
         got = f"got {len(grammar)} characters of grammar"
         raise bad_request(f"{field}: {got}; allowed: at most {MAX_GRAMMAR_CHARS}", field)
     # Compiling a grammar with reasoning does not reveal that no answer can follow the reasoning.
-    bare = constraint.grammar(Thinking.NONE, model.tokenizer.special_texts)
+    bare = constraint.grammar(Thinking.NONE, model.tokenizer.whole_texts)
     for asked in dict.fromkeys((bare, grammar)):
         if problem := _problem(model, asked):
             raise _blame(model, constraint, problem)
@@ -190,11 +190,11 @@ def _grammar_text(*grammars: Mapping[str, Any]) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
-def _reasoning_rules(thinking: Thinking, special_texts: frozenset[str]) -> list[str]:
+def _reasoning_rules(thinking: Thinking, whole_texts: frozenset[str]) -> list[str]:
     if thinking is Thinking.NONE:
         return []
-    opening = OPENING if OPENING in special_texts else json.dumps(OPENING)
-    if CLOSING in special_texts:
+    opening = OPENING if OPENING in whole_texts else json.dumps(OPENING)
+    if CLOSING in whole_texts:
         reasoning = [f"reasoning: /(?s:.*)/ {CLOSING} /\\n{{0,2}}/"]
     else:
         reasoning = ["reasoning: reasoning_text /\\n{0,2}/", f"reasoning_text[suffix={json.dumps(CLOSING)}]: /(?s:.*)/"]

@@ -27,19 +27,19 @@ class Dialect:
     fits: Callable[[str], bool]
     """Function that returns whether a model with this chat template uses the dialect."""
 
-    def lark(self, names: Sequence[str], special_texts: frozenset[str], *, several: bool) -> list[str]:
+    def lark(self, names: Sequence[str], whole_texts: frozenset[str], *, several: bool) -> list[str]:
         """Return Lark rules for ``calls``. The arguments of function i are the grammar ``arguments_i``.
 
         Args:
-            special_texts: texts of special tokens; a marker among them must be generated as that token.
+            whole_texts: texts of single tokens; a marker among them must be generated as that token.
         """
-        special = special_texts.intersection(self.markers)
+        special = whole_texts.intersection(self.markers)
         call = self._call(self.opening, names, special)
         return [f"calls: call{self._more(special, several=several)}", f"call: {call}"]
 
-    def text_lark(self, names: Sequence[str], special_texts: frozenset[str], *, several: bool) -> list[str]:
+    def text_lark(self, names: Sequence[str], whole_texts: frozenset[str], *, several: bool) -> list[str]:
         """Return additional Lark rules for ``free``: optional text, then optional calls."""
-        special = special_texts.intersection(self.markers)
+        special = whole_texts.intersection(self.markers)
         text = f"TEXT: {self.text}"
         if not self.marker:
             return ["free: TEXT? | calls", text]

@@ -123,12 +123,16 @@ def test_parsers_can_be_switched_off(tmp_path: Path) -> None:
         assert plain.post("/v1/chat/completions", messages=MESSAGES, tools=TOOLS).status_code == 400
 
 
-def test_markers_that_are_special_tokens(tmp_path: Path) -> None:
-    """Markers are visible although other special tokens are hidden, and the grammar has them as one token."""
+@pytest.mark.parametrize("is_special", [True, False])
+def test_markers_that_are_tokens(tmp_path: Path, is_special: bool) -> None:
+    """Markers are visible although special tokens are hidden, and the grammar has them as one token.
+
+    Qwen's are not special.
+    """
     folder = write_model_folder(tmp_path, template=TEMPLATE + "{# </think> #}")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     markers = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-    tokenizer.add_special_tokens(markers)
+    tokenizer.add_tokens([tokenizers.AddedToken(marker, special=is_special) for marker in markers])
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "config.json", {"max_position_embeddings": 512, "vocab_size": VOCAB_SIZE + len(markers)})
     call = tokenizer.encode(ANSWER, add_special_tokens=False).ids

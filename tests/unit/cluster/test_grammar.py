@@ -13,6 +13,7 @@ import tokenizers
 
 from cluster.grammar import Grammars, lark_of
 from cluster.spec.errors import UserError
+from cluster.tokenizer import Tokenizer
 from tests.fakes.model_folder import BOS, EOS, VOCAB_SIZE, write_model_folder
 
 WAIT_S = 30.0
@@ -58,6 +59,19 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer(folder: Path) -> None:
 
 def test_special_tokens_are_allowed_only_if_named(grammars: Grammars) -> None:
     assert {BOS, EOS}.isdisjoint(ids(grammars.matcher(lark("start: /(?s:.*)/")).allowed()))
+
+
+def test_the_tokenizer_knows_which_added_tokens_must_be_named(tmp_path: Path) -> None:
+    path = write_model_folder(tmp_path) / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    texts = ["<think>", "<|a b|>", "[CALL]", "<open", "close>"]
+    tokenizer.add_tokens(texts)
+    tokenizer.save(str(path))
+    grammars = Grammars(tmp_path, VOCAB_SIZE + len(texts))
+    free = ids(grammars.matcher(lark("start: /(?s:.*)/")).allowed())
+    grammars.close()
+    assert {text for text in texts if tokenizer.token_to_id(text) not in free} == {"<think>", "<|a b|>"}
+    assert Tokenizer(tmp_path).whole_texts == {"<s>", "</s>", "<think>", "<|a b|>"}
     assert ids(grammars.matcher(lark('start: <s> "a"')).allowed()) == [BOS]
 
 
