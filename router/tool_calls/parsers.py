@@ -157,9 +157,12 @@ class HermesParser:
     """
 
     def __init__(self) -> None:
-        self._opening, self._closing = MarkerScanner(OPENING), MarkerScanner(CLOSING, OPENING)
+        # Models forget the closing marker, or write several calls before it.
+        self._opening, self._next = MarkerScanner(OPENING), MarkerScanner(CLOSING, OPENING, "{")
         self._text = Trimmer(keeps_start=True)
         self._call: CallScanner | None = None
+        self._last: CallScanner | None = None
+        """Call before the current object, after the same opening marker."""
         self._has_called = False
 
     def push(self, text: str) -> list[Event]:
@@ -188,22 +191,24 @@ class HermesParser:
     def _follow(self, call: CallScanner, text: str, events: list[Event]) -> str | None:
         """Read the current call; return the text after it."""
         if call.has_begun and call.is_over:
-            _, after = self._closing.push(text)
-            if after is not None:  # models forget the closing marker
-                self._call = CallScanner() if self._closing.hit == OPENING else None
-            return after
+            _, after = self._next.push(text)
+            if after is None:
+                return None
+            self._call = None if self._next.hit == CLOSING else CallScanner()
+            self._last = call if self._next.hit == "{" else None
+            return after if self._last is None else "{" + after
         found, rest = call.push(text if call.raw else text.lstrip())
         if call.has_begun:
             self._has_called = True
             self._text = Trimmer()
         elif call.is_over:
             found += self._unread(call)
-            self._call = None
+            self._call = self._last
         events += found
         return rest
 
     def _unread(self, call: CallScanner) -> list[Event]:
-        said = self._text.push(OPENING + call.raw)
+        said = self._text.push(OPENING + call.raw) if self._last is None else ""
         return [Said(said)] if said else []
 
 

@@ -68,6 +68,13 @@ ARGS = '{"x": "a}\\"b", "y": [1, {"z": 2}]}'
         ('<tool_call>{"name": "get", "arguments": {}, "arguments": {"a": 1}}</tool_call>', "", [("get", "{}")]),
         ('<tool_call>{"name": "get", "parameters": {}, "arguments": {"a": 1}}</tool_call>', "", [("get", "{}")]),
         ('<tool_call>{"name": "get"}\n<tool_call>{"name": "put"}</tool_call>', "", [("get", "{}"), ("put", "{}")]),
+        (
+            '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n{"name": "put", "arguments": {}}\n</tool_call>\nok',
+            "ok",
+            [("get", '{"a": 1}'), ("put", "{}")],
+        ),
+        ('<tool_call>{"name": "get"}, {"a": 1} {"name": "put"}}', "", [("get", "{}"), ("put", "{}")]),
+        ('<tool_call>{"name": "get"}\n{"na', "", [("get", "{}")]),
         ('a <tool_call>{"na', 'a <tool_call>{"na', []),
         ("a <tool_call> [1] </tool_call>", "a <tool_call>[1] </tool_call>", []),
         ("a <tool_ca", "a <tool_ca", []),
