@@ -283,7 +283,9 @@ class TemplateBody(Body):
         """Template variables besides the messages. Tools are included even if unused, to keep prefixes cacheable."""
         written = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
         effort, others = self.reasoning_effort, self.chat_template_kwargs or {}
-        thinking = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        thinks = effort != "none"
+        # DeepSeek's templates read the second one.
+        thinking = {} if effort is None else {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": effort}
         verbosity = {} if self.verbosity is None else {"verbosity": self.verbosity}
         return ({"tools": written} if written else {}) | thinking | verbosity | others
 

@@ -100,3 +100,10 @@ def test_a_template_gets_a_function_in_the_order_of_openais_fields() -> None:
     tools = [{"type": "function", "function": function}]
     body = ChatRequest.model_validate_json(json.dumps({"model": "m", "messages": MESSAGES, "tools": tools}))
     assert json.dumps(body.variables["tools"]) == json.dumps(tools)
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("high", True)])
+def test_an_effort_switches_reasoning_under_either_name(effort: str, thinks: bool) -> None:
+    fields = {"model": "m", "messages": MESSAGES, "reasoning_effort": effort}
+    variables = ChatRequest.model_validate_json(json.dumps(fields)).variables
+    assert variables == {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": effort}
