@@ -1,5 +1,6 @@
 """Bodies of generation requests: fields of OpenAI, vLLM and SGLang. Undeclared fields are kept separately."""
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -309,10 +310,19 @@ class ChatRequest(GenerationBody, TemplateBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+class _Arguments(dict[str, Any]):
+    """A call's arguments: an object for most templates, and JSON for DeepSeek's, which append it to a text."""
+
+    def __radd__(self, before: str) -> str:
+        return before + json.dumps(self, ensure_ascii=False)
+
+
 def _with_parsed_arguments(call: Any) -> Any:
     """Parse a tool call's arguments, which are a JSON string in OpenAI's API. An empty string means no arguments."""
     match call:
         case {"function": {"arguments": str(text)} as function}:
             with suppress(msgspec.DecodeError, RecursionError):
-                return call | {"function": function | {"arguments": msgspec.json.decode(text.strip() or "{}")}}
+                parsed = msgspec.json.decode(text.strip() or "{}")
+                arguments = _Arguments(parsed) if isinstance(parsed, dict) else parsed
+                return call | {"function": function | {"arguments": arguments}}
     return call

@@ -1,14 +1,17 @@
 """No field of a request is silently ignored: each is passed on, refused by name, or known to have no effect."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.tokenizer import Tokenizer
 from router.errors import ApiError
 from router.preprocess.body import HARMLESS, refuse_unsupported
 from router.preprocess.requests import ChatRequest
 from router.preprocess.response_request import ResponseRequest, chat_of
+from tests.fakes.model_folder import write_model_folder
 
 MESSAGES = [{"role": "user", "content": "x"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -107,3 +110,14 @@ def test_an_effort_switches_reasoning_under_either_name(effort: str, thinks: boo
     fields = {"model": "m", "messages": MESSAGES, "reasoning_effort": effort}
     variables = ChatRequest.model_validate_json(json.dumps(fields)).variables
     assert variables == {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": effort}
+
+
+def test_a_template_may_read_arguments_or_append_them(tmp_path: Path) -> None:
+    template = "{% for m in messages if m.tool_calls %}{% set a = m.tool_calls[0].function.arguments %}"
+    template += "{{ 'call:' + a + '.' }} {{ a | tojson }} {{ a.city }}{% endfor %}"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Zürich"}'}}
+    fields = {"model": "m", "messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+    body = ChatRequest.model_validate_json(json.dumps(fields))
+    tokenizer = Tokenizer(write_model_folder(tmp_path, template=template))
+    prompt = tokenizer.apply_chat_template([message.for_template() for message in body.messages])
+    assert prompt == 'call:{"city": "Zürich"}. {"city": "Zürich"} Zürich'
