@@ -59,7 +59,7 @@ def _dialect(model: ServedModel, body: ChatRequest) -> Dialect | None:
     if not body.tools or body.tool_choice == "none":
         return None
     if model.dialect is None:
-        known = "this model's chat template does not support tool calls, or router.tool_parser is none"
+        known = "this model's chat template has no tool calls in a known format, or router.tool_parser is none"
         raise bad_request(f'tools: not supported here: {known}; allowed with "tool_choice": "none"', "tools")
     return model.dialect
 

@@ -29,8 +29,8 @@ WRONG_CONTENT = (
 CONTEXT_IS = "This model's maximum context length is 512 tokens, prompt and answer together. However, the prompt has"
 ROLES = "'system', 'developer', 'user', 'assistant', 'tool' or 'function'"
 NO_TOOLS = (
-    "not supported here: this model's chat template does not support tool calls, or router.tool_parser is none; "
-    'allowed with "tool_choice": "none"'
+    "not supported here: this model's chat template has no tool calls in a known format, or router.tool_parser is none"
+    '; allowed with "tool_choice": "none"'
 )
 NO_REASONING = (
     "not supported here: this model's chat template does not support reasoning, or router.reasoning_parser is none; "
