@@ -1,6 +1,7 @@
 """Conversion of a chat body to a request: template, tools, reasoning, structured output."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from cluster.spec.errors import UserError
 from router.errors import bad_request
@@ -40,7 +41,7 @@ def chat_prompt(model: ServedModel, messages: Sequence[ChatMessage], options: Te
 
     Templates that do not know ``developer``, OpenAI's newer name for ``system``, get ``system``.
     """
-    given = [message.for_template() for message in messages]
+    given = _with_names([message.for_template() for message in messages])
     if "developer" not in (model.tokenizer.chat_template or ""):
         # Most templates skip unknown roles, so the message would be lost.
         given = [message | {"role": "system"} if message["role"] == "developer" else message for message in given]
@@ -50,6 +51,23 @@ def chat_prompt(model: ServedModel, messages: Sequence[ChatMessage], options: Te
     except UserError as error:
         raise bad_request(str(error), "messages") from error
     return token_ids_of(model, text, "messages", add_special_tokens=bool(options.add_special_tokens)), text
+
+
+def _with_names(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add the function's name to each call's result: OpenAI's clients omit it, but Hermes' templates require it."""
+    names: dict[str, str] = {}
+    named = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            match call:
+                case {"id": str(call_id), "function": {"name": str(name)}}:
+                    names[call_id] = name
+        match message:
+            case {"role": "tool", "tool_call_id": str(call_id)} if call_id in names:
+                message = {"name": names[call_id], **message}
+        named.append(message)
+    return named
 
 
 def _dialect(model: ServedModel, body: ChatRequest) -> Dialect | None:
