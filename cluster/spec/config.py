@@ -292,7 +292,7 @@ class RouterConfig(Node):
     parity_probe_s: Annotated[float, Field(ge=0, le=MOST_S, strict=True)] = 0.0
     """Seconds between parity probes, in which a decode replica computes a finished request again without caches and
     log-probabilities are compared; 0 for none. The longest probe has `decode.chunk_tokens` tokens per 4 s of this
-    time."""
+    time, and at most 262,144."""
     drain_s: PositiveSeconds = 20.0
     """Seconds to wait, when the cluster or a replica is drained, for open requests and for pages that `hicache` still
     has to store."""
@@ -347,7 +347,8 @@ class LogConfig(Node):
     format: LogFormat = LogFormat.TEXT
     """Format of log records: `text`, or `json`, one object per line, with room, replica and request id where known."""
     requests: Annotated[bool, Field(strict=True)] = False
-    """Log a record for every request: its client, its replicas, and the time of each phase."""
+    """Log a record for every request that is sent to replicas: the name of its API key, its replicas, and the time of
+    each phase."""
 
 
 class DeployConfig(Node):

@@ -78,7 +78,7 @@ def _length(text: str) -> str:
 
 CACHE_DIR = EnvVar(
     name="BATON_CACHE_DIR",
-    sentence="Folder for logs, built checkpoints and compiled kernels.",
+    sentence="Folder for logs, built checkpoints, compiled kernels and stored pages; by default `~/.cache/baton`.",
     allowed=_ALLOWED_FOLDER,
     parse=_absolute_folder,
     default=_default_cache,
