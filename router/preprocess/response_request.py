@@ -207,10 +207,10 @@ _ADDITIONS = (
 
 
 def chat_of(body: ResponseRequest) -> ChatRequest:
-    refuse_unsupported(body.others, _HARMLESS)
     for name, own in _OWN_WORDS:
         if body.others.get(name) is not None:
             raise bad_request(f"{name}: not a field of this API; use {own}", name, "unsupported")
+    refuse_unsupported(body.others, _HARMLESS)
     fields = {
         "model": body.model,
         "messages": _messages(body),

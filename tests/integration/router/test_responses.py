@@ -101,6 +101,18 @@ def test_unsupported_features_are_refused_by_name(shared: RouterCluster, body: A
     assert param in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "own"),
+    [("max_tokens", 3, "max_output_tokens"), ("verbosity", "low", "text.verbosity")],
+)
+def test_the_names_of_chat_completions_are_refused_with_the_right_ones(
+    shared: RouterCluster, name: str, value: Any, own: str
+) -> None:
+    reply = shared.post("/v1/responses", input="x", **{name: value})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == f"{name}: not a field of this API; use {own}"
+
+
 def test_item_references_are_refused_with_an_alternative(shared: RouterCluster) -> None:
     reply = shared.post(
         "/v1/responses", input=[{"role": "user", "content": "a"}, {"type": "item_reference", "id": "b"}]
