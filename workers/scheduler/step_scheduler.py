@@ -28,6 +28,8 @@ TURNS = 16
 """Number of turns into which a step's tokens are divided if several tenants compete for them."""
 OLDEST_SHARE = 0.25
 """Share of a step's time reserved for the oldest sequences, which others can therefore delay at most fourfold."""
+_MOST_STEPS = 4
+"""Maximum duration of a step, in efficient steps, once others have arrived and more may follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class StepLimits:
     max_requests: int
     efficient_share: float = 1.0
     """Share of a full step's time from which on a step's fixed costs are small. A step takes longer only for the most
-    urgent sequence, so that prompts do not wait for others to be complete.
+    urgent sequence, so that prompts do not wait for others to be complete, and much longer only if that one is alone.
     """
     depth: int = 1
     """Maximum number of steps under way. Each pipeline stage computes a different step."""
@@ -205,12 +207,16 @@ class StepScheduler:
         return _Candidates(sequences, precedences, is_alone, computed_by)
 
     def _step_share(self, candidates: _Candidates) -> float:
-        """Return the share of a full step that is efficient and in which the most urgent sequence can be complete."""
+        """Return the share of a full step that is efficient and in which the most urgent sequence can be complete. If
+        it cannot, it gets a full step only if it is alone and nobody has arrived since.
+        """
         urgent = min(candidates.precedences.values(), key=lambda each: each.sort_key, default=None)
         others_share = 1 - self._oldest_share
         if urgent is None or others_share <= 0:
             return 1.0
-        return min(1.0, self._limits.efficient_share * urgent.num_steps / others_share)
+        is_latest = candidates.is_alone and self.holders.is_latest(candidates.sequences[0])
+        num_steps = urgent.num_steps if is_latest else min(urgent.num_steps, _MOST_STEPS)
+        return min(1.0, self._limits.efficient_share * num_steps / others_share)
 
     def _schedule_oldest(self, candidates: _Candidates, budget: Budget) -> None:
         """Grant a share of the step to each length class's oldest sequence that has pages or can get them. Among

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.planner.projections import GPU_RATES
+from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
 from tests.fakes.prefill_steps import PAGE_SIZE, PrefillSteps
@@ -107,17 +108,34 @@ def test_short_prompts_do_not_wait_for_each_other() -> None:
 
 
 @given(prompts=st.lists(st.integers(1, 4096), min_size=1, max_size=12), share=st.floats(0.05, 1.0))
-def test_a_step_is_efficient_and_full_unless_it_completes_a_prompt(prompts: list[int], share: float) -> None:
+def test_a_step_is_efficient_and_longer_only_to_complete_a_prompt(prompts: list[int], share: float) -> None:
     steps = PrefillSteps(num_pages=20_000, chunk_tokens=1024, efficient_share=share)
     for length in prompts:
         steps.add(length)
     num_left = sum(prompts)
+    longest = 1024 if len(prompts) == 1 else min(1024, int(4 * share / 0.75 * 1024))
     while (plan := steps.run_step()) is not None:
         num_tokens = sum(len(request.token_ids) for request in plan.scheduled)
         num_left -= num_tokens
         assert num_tokens >= int(share * 1024) or not num_left
-        assert num_tokens == 1024 or any(request.samples for request in plan.scheduled)
+        assert num_tokens >= longest or any(request.samples for request in plan.scheduled)
     assert not num_left
+
+
+def test_the_steps_of_a_long_prompt_are_short_once_another_has_come() -> None:
+    """So that those that come later do not wait long for the step under way."""
+    steps = PrefillSteps(chunk_tokens=CHUNK, efficient_share=1 / 16)
+    long = steps.add(100 * CHUNK)
+
+    def step() -> dict[Room, int]:
+        plan = steps.run_step()
+        assert plan is not None
+        return {request.room: len(request.token_ids) for request in plan.scheduled}
+
+    assert step() == {long: CHUNK}
+    short = steps.add(1)
+    assert step() == {short: 1, long: 4}, "one efficient step and the oldest's share"
+    assert [step() for _ in range(3)] == [{long: 21}] * 3, "four efficient steps"
 
 
 def test_the_oldest_have_their_share_of_short_steps() -> None:
