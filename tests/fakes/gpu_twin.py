@@ -1,11 +1,16 @@
 """GPU whose tensors are on the CPU. Operations that a GPU would refuse, or for which the host would wait, raise errors.
 
-To torch, the tensors are on the meta device, which every build of torch has. Triton interprets the kernels.
+Work begins only when the host waits for it, itself or through an event. Code that does not wait for what it reads thus
+gets what was there before. To torch, the tensors are on the meta device, which every build of torch has. Triton
+interprets the kernels.
 """
 
-from collections.abc import Callable, Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +22,7 @@ from triton.runtime import interpreter
 
 from cluster.spec.memory import GpuMemory
 from workers import device
-from workers.device import Device, Event
+from workers.device import CPU, Device
 
 META = torch.device("meta")
 _WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -50,9 +55,65 @@ class Twin(Tensor):
     def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
         raise AssertionError(f"{func} is called outside of twin_gpu")
 
+    def data_ptr(self) -> int:
+        return self.on_cpu.data_ptr()
+
+
+class Stream:
+    """Work that begins in order. Only one thread at a time adds to it."""
+
+    _computing = threading.RLock()
+
+    def __init__(self, gpu: "TwinGpu") -> None:
+        self._gpu = gpu
+        self._waiting = deque[Callable[[], object]]()
+        self._num_begun = self._num_added = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting
+
+    def add(self, work: Callable[[], object]) -> None:
+        self._num_added += 1
+        self._waiting.append(work)
+
+    def record_event(self) -> "Event":
+        return Event(self._gpu, partial(self.run, self._num_added))
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+    def run(self, end: int | None = None) -> None:
+        """Do the work that was added first, until ``end`` pieces of work in total, or all."""
+        with self._computing, torch.inference_mode():
+            while self._waiting and (end is None or self._num_begun < end):
+                self._num_begun += 1
+                self._waiting.popleft()()
+
+
+class Event:
+    """Event that is over when somebody waits for it, or asks a second time."""
+
+    def __init__(self, gpu: "TwinGpu", run: Callable[[], None]) -> None:
+        self._gpu, self._run, self._was_asked = gpu, run, False
+
+    def synchronize(self) -> None:
+        self._gpu.num_waits += 1
+        self._run()
+
+    def wait(self) -> None:
+        """Make the current stream wait."""
+        self._gpu.stream.add(self._run)
+
+    def query(self) -> bool:
+        was_asked, self._was_asked = self._was_asked, True
+        if was_asked:
+            self._run()
+        return was_asked
+
 
 class TwinGpu(Device):
-    """GPU that does all work at once, except that copies to the host arrive when the host waits for them."""
+    """GPU with streams."""
 
     name = "meta"
     torch_device = META
@@ -63,20 +124,42 @@ class TwinGpu(Device):
         """Whether the host may wait, as it does while it loads a model."""
         self.num_waits = 0
         """Number of times that the host has waited for work to end."""
-        self.arriving: list[Callable[[], object]] = []
-        """Copies to the host that are in progress."""
-        self.recorded: list[Callable[[], object]] | None = None
+        self._captured: list[Callable[[], object]] | None = None
         """Work of the capture in progress."""
+        self._streams = [Stream(self)]
+        self._current = threading.local()
+        self._pinned: dict[int, Tensor] = {}
+        """Torch's pinned tensors by address. They are kept, so that their addresses stay theirs."""
+        self._registered: dict[int, int] = {}
+        """Sizes of other pinned memory by address."""
 
-    def record_event(self) -> Event:
-        """Return the device itself: to wait for one event is to wait for all work."""
-        return self  # type: ignore[return-value]
+    @property
+    def stream(self) -> Stream:
+        """The thread's current stream."""
+        stream: Stream = getattr(self._current, "stream", self._streams[0])
+        return stream
+
+    def copy_stream(self) -> Any:
+        self._streams.append(Stream(self))
+        return self._streams[-1]
+
+    @contextmanager
+    def on_stream(self, stream: Any, after: Any) -> Iterator[None]:
+        before, self._current.stream = self.stream, stream or self.stream
+        try:
+            if after is not None:
+                after.wait()
+            yield
+        finally:
+            self._current.stream = before
+
+    def record_event(self) -> Any:
+        return self.stream.record_event()
 
     def synchronize(self) -> None:
         self.num_waits += 1
-        with torch.inference_mode():
-            while self.arriving:
-                self.arriving.pop()()
+        for stream in self._streams:
+            stream.run()
 
     def measure_memory(self, compute: Callable[[], None], fraction: float) -> GpuMemory:
         """Compute, but measure nothing."""
@@ -87,34 +170,58 @@ class TwinGpu(Device):
         self.refuse_in_capture("a copy from the host")
         return Twin(on_host.clone())
 
-    def note_wait(self, reason: str) -> None:
+    def wait(self, reason: str) -> None:
+        """Do the work of the current stream if the host may wait for it."""
         self.refuse_in_capture(reason)
         if not self.may_wait:
             raise GpuError(f"the host waits: {reason}")
+        self.stream.run()
 
     def refuse_in_capture(self, reason: str) -> None:
-        if self.recorded is not None:
+        if self._captured is not None:
             raise GpuError(f"not permitted in a capture: {reason}")
 
-    def record(self, work: Callable[[], object]) -> None:
-        """Note work for replays, if a capture is in progress."""
-        if self.recorded is not None:
-            self.recorded.append(work)
+    def add(self, work: Callable[[], object]) -> None:
+        """Add work to the current stream, or to the capture in progress."""
+        if self._captured is None:
+            self.stream.add(work)
+        else:
+            self._captured.append(work)
 
     def capture(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Capture a computation's second run, like a CUDA graph."""
         compute()
-        recorded = self.recorded = list[Callable[[], object]]()
+        captured = self._captured = list[Callable[[], object]]()
         try:
             out = compute()
         finally:
-            self.recorded = None
+            self._captured = None
 
         def replay() -> None:
-            for work in recorded:
-                work()
+            for work in captured:
+                self.add(work)
 
         return out, replay
+
+    def note_pinned(self, tensor: Tensor) -> None:
+        self._pinned[_address(tensor)] = tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        is_registered = any(first <= begin and end <= first + size for first, size in self._registered.items())
+        return is_registered or _address(tensor) in self._pinned
+
+    def register(self, address: int, num_bytes: int, _: int) -> int:
+        """Stand in for cudaHostRegister."""
+        assert address not in self._registered
+        self._registered[address] = num_bytes
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """Stand in for cudaHostUnregister."""
+        assert all(stream.is_idle for stream in self._streams), "a copy may be in progress"
+        del self._registered[address]
+        return 0
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -123,8 +230,6 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, gpu: TwinGpu) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._gpu = gpu
-        self._pinned: dict[int, Tensor] = {}
-        """Pinned tensors by address. They are kept, so that their addresses stay theirs."""
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -139,52 +244,56 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name == "copy_":
             return self._copy(*args, **kwargs)
+        is_known = func.is_view
         if (name == "_to_copy" and (to_host or others)) or _waits(func, name, args, kwargs):
-            self._gpu.note_wait(str(func))
+            self._gpu.wait(str(func))
+            is_known = True
         elif any(each.dim() for each in others):
             raise GpuError(f"{func} of tensors on different devices")
-        return self._on_host(func, *tree_map(_on_cpu, (args, kwargs))) if to_host else self._compute(func, args, kwargs)
+        if to_host:
+            return self._on_host(func, *tree_map(_on_cpu, (args, kwargs)))
+        return self._compute(func, args, kwargs, is_known=is_known)
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         is_pinned = kwargs.pop("pin_memory", None)
         out = func(*args, **kwargs)
         if is_pinned:
-            self._pinned[_address(out)] = out
+            self._gpu.note_pinned(out)
         return out
 
-    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute on the CPU. Replays write to the same results."""
-        twins = {id(leaf.on_cpu): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Twin)}
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")
-        work = partial(func, *tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
-        out = work()
+    def _compute(self, func: Any, args: Any, kwargs: Any, *, is_known: bool) -> Any:
+        """Return the results. Unless these are views or known, the work writes to them later."""
+        on_cpu = tree_map(_on_cpu, kwargs) | ({"device": CPU.torch_device} if "device" in kwargs else {})
+        work = partial(func, *tree_map(_on_cpu, args), **on_cpu)
         if func is torch.ops.aten.scalar_tensor.default:
-            number = Twin(out)
+            number = Twin(work())
             number.is_number = True
             return number
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if is_known:
+            return tree_map(_twin_of, work())
+        twins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Twin)]
+        metas = {id(twin): _like(twin, META) for twin in twins}
+        shapes = func(*_replaced(args, metas), **_replaced(kwargs, metas))
         if func._schema.is_mutable:
-            self._gpu.record(work)
-        elif not {_address(each) for each in results} <= {_address(twin.on_cpu) for twin in twins.values()}:
-            # The results are not views.
-            self._gpu.record(lambda: [to.copy_(found) for to, found in zip(results, tree_leaves(work()), strict=True)])
-        return tree_map(lambda leaf: _twin_of(twins.get(id(leaf), leaf)), out)
+            self._gpu.add(work)
+            return _replaced(shapes, {id(metas[id(twin)]): twin for twin in twins})
+        results = tree_map(lambda shape: _like(shape, CPU.torch_device), shapes)
+        self._gpu.add(lambda: tree_map(Tensor.copy_, results, work()))
+        return tree_map(_twin_of, results)
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         to_gpu, copy = isinstance(target, Twin), partial(_on_cpu(target).copy_, _on_cpu(source))
         if to_gpu == isinstance(source, Twin):
-            copy()
-            self._gpu.record(copy)
+            self._gpu.add(copy)
             return target
         self._gpu.refuse_in_capture("a copy between host and GPU")
-        in_background = non_blocking and _address(source if to_gpu else target) in self._pinned
-        if not in_background:
-            self._gpu.note_wait("a copy between host and GPU")
-        if in_background and not to_gpu:
-            target.fill_(-1)  # what a host that does not wait might read
-            copy = partial(self._gpu.arriving.append, partial(target.copy_, _on_cpu(source).clone()))
-        copy()
+        if not non_blocking or not self._gpu.is_pinned(source if to_gpu else target):
+            self._gpu.wait("a copy between host and GPU")
+            copy()
+            return target
+        if not to_gpu:
+            target.fill_(-1 if target.dtype.is_signed else 1)  # what a host that does not wait might read
+        self._gpu.add(copy)
         return target
 
 
@@ -210,26 +319,41 @@ def _twin_of(leaf: Any) -> Any:
     return Twin(leaf) if type(leaf) is Tensor else leaf
 
 
+def _replaced(tree: Any, by_id: Mapping[int, Tensor]) -> Any:
+    return tree_map(lambda leaf: by_id.get(id(leaf), leaf), tree)
+
+
+def _like(shape: Tensor, where: torch.device) -> Tensor:
+    return torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype, device=where)
+
+
 @contextmanager
 def twin_gpu() -> Iterator[TwinGpu]:
-    """Provide a GPU of twins to the code in this context."""
-    gpu, launch, make = TwinGpu(), interpreter.GridExecutor.__call__, torch.tensor
+    """Provide a GPU of twins to the code in this context, and to threads that start in it."""
+    gpu, launch, make, run = TwinGpu(), interpreter.GridExecutor.__call__, torch.tensor, threading.Thread.run
 
     def launch_on_cpu(executor: Any, *args: Any, **kwargs: Any) -> None:
         for arg in (*args, *kwargs.values()):
-            if isinstance(arg, Tensor) and not isinstance(arg, Twin):
+            if isinstance(arg, Tensor) and not isinstance(arg, Twin) and not gpu.is_pinned(arg):
                 raise GpuError(f"{executor.fn.__name__} gets a tensor on {arg.device}")
-        work = partial(launch, executor, *map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
-        work()
-        gpu.record(work)
+        gpu.add(partial(launch, executor, *map(_on_cpu, args), **tree_map(_on_cpu, kwargs)))
 
     def make_on_cpu(values: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
         """Copy values to the GPU. For the meta device, torch would drop them."""
         made = make(values, device="cpu", **options)
         return made if device is None else made.to(device)
 
+    def run_thread(thread: threading.Thread) -> None:
+        with _Operations(gpu):
+            run(thread)
+
+    runtime = SimpleNamespace(cudaHostRegister=gpu.register, cudaHostUnregister=gpu.unregister)
     with pytest.MonkeyPatch.context() as patch, _Operations(gpu):
         patch.setitem(device._DEVICES, META, gpu)
         patch.setattr(interpreter.GridExecutor, "__call__", launch_on_cpu)
         patch.setattr(torch, "tensor", make_on_cpu)
+        patch.setattr(threading.Thread, "run", run_thread)
+        patch.setattr(torch.cuda, "cudart", lambda: runtime)
+        patch.setattr(torch.cuda, "check_error", lambda _: None)
+        patch.setattr(torch.cuda, "synchronize", gpu.synchronize)
         yield gpu

@@ -1,5 +1,6 @@
 """Fixes for Triton 3.6's interpreter, where it differs from a GPU or from what numpy 2.4 accepts."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ from numpy.typing import NDArray
 from triton.runtime import interpreter
 
 
+@cache
 def patch_interpreter() -> None:
-    """Apply the fixes. Call this once, before the first launch."""
+    """Apply the fixes. Call this before the first launch."""
     patch_tensor, convert = interpreter._patch_lang_tensor, interpreter._convert_float
 
     def patch_tensor_too(tensor: Any, scope: Any) -> None:

@@ -2,8 +2,15 @@
 
 import ctypes
 import json
+import sys
 from collections.abc import Callable, Sequence
 from itertools import count
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+_BACKEND = "transfer.backends.mooncake"
 
 
 class FakeFabric:
@@ -17,6 +24,19 @@ class FakeFabric:
         self.moved: list[tuple[int, int, int]] = []
         """Source, target and length of each copy."""
         self._ports = count(12001)
+
+    @classmethod
+    def installed(cls, patch: pytest.MonkeyPatch) -> "FakeFabric":
+        """Return a fabric whose engines stand in for Mooncake's."""
+        fabric = cls()
+        engine: Any = ModuleType("mooncake.engine")
+        engine.TransferEngine = fabric.make
+        patch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+        patch.setitem(sys.modules, "mooncake.engine", engine)
+        patch.setitem(sys.modules, _BACKEND, ModuleType(_BACKEND))
+        del sys.modules[_BACKEND]  # it is imported again with this engine, and removed afterwards
+        patch.delenv("MC_FORCE_TCP", raising=False)
+        return fabric
 
     def make(self) -> "FakeEngine":
         """Return a new engine, in place of ``TransferEngine()``."""

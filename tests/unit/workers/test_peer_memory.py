@@ -1,8 +1,7 @@
 """Peers' access to pages in GPU memory, direct or through the host."""
 
 import logging
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,22 +27,13 @@ from workers.memory.peer_memory import PeerMemory, TierMemory, _check_reachable,
 
 LAYOUT = record(Role.PREFILL, 0, 1, num_pages=5).layout
 PAGE = LAYOUT.page_bytes
-MODULE = "transfer.backends.mooncake"
 HERE = CPU
 """Stand-in for a GPU: the pool has separate memory."""
 
 
 @pytest.fixture
 def fabric(monkeypatch: pytest.MonkeyPatch) -> FakeFabric:
-    fabric = FakeFabric()
-    engine: Any = ModuleType("mooncake.engine")
-    engine.TransferEngine = fabric.make
-    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
-    monkeypatch.setitem(sys.modules, "mooncake.engine", engine)
-    monkeypatch.setitem(sys.modules, MODULE, ModuleType(MODULE))
-    del sys.modules[MODULE]  # it is imported again with this engine, and removed afterwards
-    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
-    return fabric
+    return FakeFabric.installed(monkeypatch)
 
 
 def backend_of(protocol: TransferProtocol = TransferProtocol.RDMA) -> TransferBackend:

@@ -9,13 +9,10 @@ from torch._C._distributed_c10d import HashStore
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Role
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.gpu_ranks import start_ranks_on
 from tests.fakes.gpu_twin import twin_gpu
 from tests.fakes.worker_specs import lone_worker
 from workers import rank
-from workers.attention.registry import BackendChoice
-from workers.attention.triton.backend import TritonAttention
-from workers.engine import native_kernels, warm_up
-from workers.memory.copy import PinnedMemory
 
 CONFIG = {
     "resources": {"device": "cuda"},
@@ -33,12 +30,7 @@ def test_a_rank_starts_on_a_gpu(family: str, role: Role, tmp_path: Path, monkeyp
     store: Any = HashStore()
     spec = lone_worker(DeployConfig.model_validate(CONFIG), role)
     with twin_gpu() as gpu:
-        monkeypatch.setattr(rank, "open_device", lambda *_: gpu)
-        monkeypatch.setattr(rank, "capture_maker", lambda _: lambda: gpu.capture)
-        monkeypatch.setattr(rank, "PinnedMemory", lambda _: PinnedMemory([]))
-        monkeypatch.setattr(native_kernels, "choose_backend", lambda *_: BackendChoice("triton", TritonAttention(), ""))
-        monkeypatch.setattr(rank, "measured_rates", lambda *_: (None, None))
-        monkeypatch.setattr(warm_up, "KERNEL_STEPS", [(1, 0), (2, 16)])
+        start_ranks_on(gpu, monkeypatch)
         loaded = rank.load_rank(spec, folder, store)
         graphs: Any = loaded.runner._graphs
         assert (list(graphs._steps) if graphs else []) == ([2, 1] if role is Role.DECODE else [])

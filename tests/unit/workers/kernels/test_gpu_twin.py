@@ -39,6 +39,18 @@ def test_mistakes_are_found(mistake: str) -> None:
         MISTAKES[mistake](torch.zeros(3, device=META))
 
 
+@pytest.mark.parametrize(("waits", "seen"), [(False, [0, 0]), (True, [1, 1])])
+def test_work_begins_when_somebody_waits(gpu: TwinGpu, seen: list[int], *, waits: bool) -> None:
+    x, on_host, stream = torch.zeros(2, device=META), torch.zeros(2, pin_memory=True), gpu.copy_stream()
+    gpu.synchronize()
+    x.add_(1)
+    with gpu.on_stream(stream, gpu.record_event() if waits else None):
+        on_host.copy_(x, non_blocking=True)
+    assert on_host.tolist() == [-1, -1]
+    stream.synchronize()
+    assert on_host.tolist() == seen
+
+
 def test_captures(gpu: TwinGpu) -> None:
     x = torch.zeros(3, device=META)
     out, replay = gpu.capture(lambda: (x + 1).mul_(2)[1:])

@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from cluster.spec.ids import Role
 from cluster.spec.tiers import TierPage
 from tests.fakes.devices import kernels_on_cpu
+from tests.fakes.gpu_twin import META, twin_gpu
 from tests.fakes.kv import kv_geometry, kv_layout, kv_pool
 from tests.fakes.loopback import Loopback
 from tests.fakes.page_copies import check_copies, layout_of
 from tests.fakes.paged_ranks import record
+from transfer.page_range import PageRange
 from workers.hicache.copier import MOST_LAYER_GROUPS, Copier
 from workers.kernels import copy_pages as kernel
 from workers.memory import copy as memory_copy
-from workers.memory.copy import PageMemory, copy, warm_up_copies
+from workers.memory.copy import PageMemory, PinnedMemory, copy, warm_up_copies
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import PagePool
 from workers.memory.peer_memory import PeerMemory, TierMemory
@@ -97,3 +99,27 @@ def test_copy_kernels_are_compiled_before_the_first_request(launches: _Counted) 
     warm_up_copies(pool)
     assert launches == [1]
     assert torch.equal(pool.group("full_attention"), before)
+
+
+@pytest.mark.parametrize("least", [0, memory_copy.LEAST_PIECE_BYTES])
+def test_copies_follow_earlier_work(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages may still be written to when a request frees them."""
+    monkeypatch.setattr(memory_copy, "LEAST_PIECE_BYTES", least)
+    loopback = Loopback()
+    with twin_gpu() as gpu:
+        region, host = loopback.allocate(LAYOUT.pool_bytes), loopback.allocate(4 * LAYOUT.page_bytes)
+        pinned = PinnedMemory([region.buffer, host.buffer])
+        memory = PeerMemory(PagePool(LAYOUT, device=META), region)
+        tiers = TierMemory(memory, host)
+        memory.pool.bytes[1].fill_(1)
+        memory.publish(PageRange(LAYOUT, [1]), memory.event())
+        assert set(region.buffer[LAYOUT.page_bytes : 2 * LAYOUT.page_bytes]) == {1}
+        memory.pool.bytes[1].fill_(2)
+        tiers.save([1], [3], memory.event())
+        assert set(tiers.host_page(3)) == {2}
+        memory.pool.bytes[2].fill_(3)
+        tiers.load([2], [3], 0, None, memory.event())
+        tiers.wait_loads()
+        gpu.synchronize()
+        assert (memory.pool.bytes[2] == 2).all()
+        pinned.close()
