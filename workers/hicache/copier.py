@@ -69,8 +69,10 @@ class Copier:
             TransferError: a peer's memory cannot be read.
         """
         pages = self._held(pages)
-        self._load(pages, None, after)
-        self.memory.wait_loads()
+        try:
+            self._load(pages, None, after)
+        finally:  # after an error, the pages are given back, so no copy may be in progress
+            self.memory.wait_loads()
         return len(pages) * self._record.layout.page_bytes
 
     def load_layerwise(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> int:

@@ -1,6 +1,7 @@
 """Page copies by a kernel, and the condition for using it."""
 
 from collections.abc import Callable
+from itertools import count
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.spec.ids import Role
+from cluster.spec.kv import lifetime_key
 from cluster.spec.tiers import TierPage
 from tests.fakes.devices import kernels_on_cpu
 from tests.fakes.gpu_twin import META, twin_gpu
@@ -16,6 +18,7 @@ from tests.fakes.kv import kv_geometry, kv_layout, kv_pool
 from tests.fakes.loopback import Loopback
 from tests.fakes.page_copies import check_copies, layout_of
 from tests.fakes.paged_ranks import record
+from tests.unit.workers.test_window_tiers import windowed
 from transfer.page_range import PageRange
 from workers.hicache.copier import MOST_LAYER_GROUPS, Copier
 from workers.kernels import copy_pages as kernel
@@ -122,4 +125,30 @@ def test_copies_follow_earlier_work(least: int, monkeypatch: pytest.MonkeyPatch)
         tiers.wait_loads()
         gpu.synchronize()
         assert (memory.pool.bytes[2] == 2).all()
+        pinned.close()
+
+
+def test_a_failed_load_writes_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages may already belong to another request."""
+    layout, loopback, num_copies = layout_of(windowed(), 4), Loopback(), count()
+    with twin_gpu() as gpu:
+        put = gpu.put
+
+        def put_once(on_host: torch.Tensor) -> torch.Tensor:
+            if next(num_copies):
+                raise torch.OutOfMemoryError
+            return put(on_host)
+
+        pool = PagePool(layout, device=META)
+        region, host = loopback.allocate(layout.pool_bytes), loopback.allocate(2 * layout.page_bytes)
+        pinned = PinnedMemory([region.buffer, host.buffer])
+        records = [msgspec.structs.replace(record(Role.PREFILL, 0, 1, 4), layout=layout)]
+        copier = Copier(records, 0, TierMemory(PeerMemory(pool, region), host), loopback)
+        monkeypatch.setattr(gpu, "put", put_once)
+        pages = [TierPage(key=lifetime_key(b"k" * 16, at), index=at, device=at, host=at) for at in range(2)]
+        with pytest.raises(torch.OutOfMemoryError):
+            copier.load(pages, copier.memory.record_event())
+        pool.bytes[0].fill_(1)
+        gpu.synchronize()
+        assert (pool.bytes[0] == 1).all()
         pinned.close()
