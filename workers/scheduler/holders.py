@@ -46,10 +46,6 @@ class PageHolders:
         self.running[sequence.room] = sequence
         self.put_into_cache(sequence)
 
-    def is_latest(self, sequence: TokenSequence) -> bool:
-        """Return whether no sequence has arrived since this one."""
-        return sequence.arrival_number == self._num_arrivals - 1
-
     def remove(self, room: Room) -> PageLists:
         """Remove a sequence and return its pages for the caller to free, except pages that are being loaded."""
         sequence = self._take_out(room)

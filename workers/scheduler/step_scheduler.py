@@ -28,8 +28,8 @@ TURNS = 16
 """Number of turns into which a step's tokens are divided if several tenants compete for them."""
 OLDEST_SHARE = 0.25
 """Share of a step's time reserved for the oldest sequences, which others can therefore delay at most fourfold."""
-_MOST_STEPS = 4
-"""Maximum duration of a step, in efficient steps, once others have arrived and more may follow."""
+_FIRST_STEPS = 4
+"""Maximum duration of a step, in efficient steps, soon after an arrival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class StepLimits:
     max_requests: int
     efficient_share: float = 1.0
     """Share of a full step's time from which on a step's fixed costs are small. A step takes longer only for the most
-    urgent sequence, so that prompts do not wait for others to be complete, and much longer only if that one is alone.
+    urgent sequence, so that prompts do not wait for others to be complete.
     """
     depth: int = 1
     """Maximum number of steps under way. Each pipeline stage computes a different step."""
@@ -104,6 +104,8 @@ class StepScheduler:
         self.num_under_way = 0
         """Number of plans that have not been committed yet."""
         self._step = 0
+        self._since_arrival = 0
+        """Duration of the steps since a sequence arrived, in efficient steps."""
 
     @property
     def num_waiting(self) -> int:
@@ -122,6 +124,7 @@ class StepScheduler:
         """Add a sequence. If it has no pages, it starts when it is scheduled and its pages are free."""
         sequence.tokens = sequence.tokens or list(sequence.submit.prompt_ids)
         sequence.first_step = self._step
+        self._since_arrival = 0
         self.holders.add(sequence)
 
     def next_plan(self) -> StepPlan | None:
@@ -207,15 +210,17 @@ class StepScheduler:
         return _Candidates(sequences, precedences, is_alone, computed_by)
 
     def _step_share(self, candidates: _Candidates) -> float:
-        """Return the share of a full step that is efficient and in which the most urgent sequence can be complete. If
-        it cannot, it gets a full step only if it is alone and nobody has arrived since.
+        """Return the share of a full step that is efficient and in which the most urgent sequence can be complete.
+
+        A sequence that arrives waits for the step under way. After a recent arrival, another one is likely, so a step
+        takes no longer than the steps since then.
         """
         urgent = min(candidates.precedences.values(), key=lambda each: each.sort_key, default=None)
         others_share = 1 - self._oldest_share
         if urgent is None or others_share <= 0:
             return 1.0
-        is_latest = candidates.is_alone and self.holders.is_latest(candidates.sequences[0])
-        num_steps = urgent.num_steps if is_latest else min(urgent.num_steps, _MOST_STEPS)
+        num_steps = min(urgent.num_steps, max(_FIRST_STEPS, self._since_arrival))
+        self._since_arrival += num_steps
         return min(1.0, self._limits.efficient_share * num_steps / others_share)
 
     def _schedule_oldest(self, candidates: _Candidates, budget: Budget) -> None:

@@ -113,18 +113,18 @@ def test_a_step_is_efficient_and_longer_only_to_complete_a_prompt(prompts: list[
     for length in prompts:
         steps.add(length)
     num_left = sum(prompts)
-    longest = 1024 if len(prompts) == 1 else min(1024, int(4 * share / 0.75 * 1024))
     while (plan := steps.run_step()) is not None:
         num_tokens = sum(len(request.token_ids) for request in plan.scheduled)
-        num_left -= num_tokens
-        assert num_tokens >= int(share * 1024) or not num_left
+        longest = min(1024, int(4 * share / 0.75 * 1024))
+        assert num_tokens >= int(share * 1024) or num_tokens == num_left
         assert num_tokens >= longest or any(request.samples for request in plan.scheduled)
+        num_left -= num_tokens
     assert not num_left
 
 
-def test_the_steps_of_a_long_prompt_are_short_once_another_has_come() -> None:
-    """So that those that come later do not wait long for the step under way."""
-    steps = PrefillSteps(chunk_tokens=CHUNK, efficient_share=1 / 16)
+def test_the_steps_of_a_long_prompt_are_short_soon_after_an_arrival() -> None:
+    """So that another arrival does not wait long."""
+    steps = PrefillSteps(chunk_tokens=CHUNK, efficient_share=1 / 64)
     long = steps.add(100 * CHUNK)
 
     def step() -> dict[Room, int]:
@@ -132,10 +132,10 @@ def test_the_steps_of_a_long_prompt_are_short_once_another_has_come() -> None:
         assert plan is not None
         return {request.room: len(request.token_ids) for request in plan.scheduled}
 
-    assert step() == {long: CHUNK}
+    assert [step()[long] for _ in range(7)] == [5, 5, 10, 21, 42, CHUNK, CHUNK]
     short = steps.add(1)
-    assert step() == {short: 1, long: 4}, "one efficient step and the oldest's share"
-    assert [step() for _ in range(3)] == [{long: 21}] * 3, "four efficient steps"
+    assert step() == {long: 1, short: 1}
+    assert [step()[long] for _ in range(6)] == [5, 6, 13, 26, 53, CHUNK]
 
 
 def test_the_oldest_have_their_share_of_short_steps() -> None:
