@@ -122,16 +122,16 @@ class Tokenizer:
         return "".join(self.decode([token_id]) for token_id in ids) != self.decode(ids)
 
     def _eos_ids(self, config: Mapping[str, Any]) -> frozenset[int]:
-        """Return the end-of-sequence tokens of the first configuration that names any: generation, model, tokenizer.
+        """Return the tokenizer's end-of-sequence token, and those of the generation configuration or else the model's.
 
-        Transformers' ``generate`` uses the same order.
+        Fine-tuned models may end turns with the tokenizer's alone, as vLLM expects; transformers' ``generate`` takes it
+        only if the others name none.
         """
-        for given in (self.generation_config.get("eos_token_id"), config.get("eos_token_id")):
-            if given is not None:
-                return frozenset([given] if isinstance(given, int) else given)
+        named = (self.generation_config.get("eos_token_id"), config.get("eos_token_id"))
+        first: int | Sequence[int] = next((given for given in named if given is not None), ())
         token = self.special_tokens.get("eos_token")
-        token_id = None if token is None else self._tokenizer.token_to_id(token)
-        return frozenset() if token_id is None else frozenset([token_id])
+        own = None if token is None else self._tokenizer.token_to_id(token)
+        return frozenset([first] if isinstance(first, int) else first).union(() if own is None else [own])
 
 
 class Detokenizer:

@@ -96,10 +96,10 @@ def test_special_tokens_in_between_lose_nothing(stripping: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
-        ({"eos_token_id": [1, 2]}, {"eos_token_id": 3}, {1, 2}),
-        ({"eos_token_id": 4}, {}, {4}),
-        ({}, {"eos_token_id": 3}, {3}),
-        ({}, {"text_config": {"eos_token_id": [5]}}, {5}),
+        ({"eos_token_id": [1, 2]}, {"eos_token_id": 3}, {1, 2, EOS}),
+        ({"eos_token_id": 4}, {}, {4, EOS}),
+        ({}, {"eos_token_id": 3}, {3, EOS}),
+        ({}, {"text_config": {"eos_token_id": [5]}}, {5, EOS}),
         ({}, {}, {EOS}),
     ],
 )
