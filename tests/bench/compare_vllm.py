@@ -26,12 +26,12 @@ from typing import Any
 import httpx
 import torch
 
-from tests.bench.pairs import compare
+from tests.bench.pairs import Load, compare
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.model_folder import write_json, write_model_folder
 
-LOADS = ("2048x2x1", "8192x32x1", "16384x32x1", "512x64x4", "512x64x16", "128x128x8")
-"""Input tokens x output tokens x concurrent requests."""
+LOADS = ("2048x2x1", "8192x32x1", "16384x32x1", "512x64x4", "512x64x16", "128x128x8", "512x16x16+16384")
+"""Loads as `tests.bench.pairs` describes them."""
 VOCAB_SIZE = 4096
 MAX_LEN = 17_408
 SHAPE: dict[str, Any] = {
@@ -138,9 +138,11 @@ def _responds(process: subprocess.Popen[bytes], url: str, model: str) -> bool:
 
 def rows_of(result: dict[str, Any]) -> Iterator[str]:
     """Yield a table row for each figure of a load."""
-    input_len, output_len, concurrency = result["load"].split("x")
-    load = f"{input_len} in, {output_len} out, concurrency {concurrency}"
-    shown = {"ttft_ms": True, "tpot_ms": int(output_len) > 2, "tokens_per_s": int(concurrency) > 1}
+    load = Load.parse(result["load"])
+    sent = f"beside a prompt of {load.long_len}" if load.long_len else f"concurrency {load.num_requests}"
+    title = f"{load.input_len} in, {load.output_len} out, {sent}"
+    is_busy = load.num_requests > 1 and not load.long_len
+    shown = {"ttft_ms": True, "tpot_ms": load.output_len > 2, "tokens_per_s": is_busy}
     for key in (key for key, is_shown in shown.items() if is_shown):
         figure = result[key]
         ratios = [figure["b/a"], *figure["quartiles"]]
@@ -148,7 +150,7 @@ def rows_of(result: dict[str, Any]) -> Iterator[str]:
             ratios = [1 / ratio for ratio in ratios]
         low, ratio, high = sorted(ratios)
         values = f"{figure['a']:.1f} | {figure['b']:.1f}"
-        yield f"| {load} | {FIGURES[key]} | {values} | {ratio:.2f} ({low:.2f} to {high:.2f}) |"
+        yield f"| {title} | {FIGURES[key]} | {values} | {ratio:.2f} ({low:.2f} to {high:.2f}) |"
 
 
 def main() -> None:
@@ -168,8 +170,7 @@ def main() -> None:
         urls = [stack.enter_context(running(server, scratch / f"{server.name}.log")) for server in servers]
         print("| load | figure | Baton | vLLM | ratio (quartiles) |\n|---|---|---|---|---|")
         for load in args.loads:
-            sizes = [int(part) for part in load.split("x")]
-            result = asyncio.run(compare(urls, [server.model for server in servers], sizes, args.rounds))
+            result = asyncio.run(compare(urls, [server.model for server in servers], load, args.rounds))
             print("\n".join(rows_of(result)), flush=True)
 
 
