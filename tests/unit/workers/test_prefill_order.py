@@ -123,7 +123,7 @@ def test_a_step_is_efficient_and_longer_only_to_complete_a_prompt(prompts: list[
 
 
 def test_the_steps_of_a_long_prompt_are_short_soon_after_an_arrival() -> None:
-    """Whoever arrives next waits for the step under way."""
+    """Another arrival waits for the step under way."""
     steps = PrefillSteps(chunk_tokens=CHUNK, efficient_share=1 / 64)
     long = steps.add(100 * CHUNK)
 
