@@ -347,8 +347,7 @@ class LogConfig(Node):
     format: LogFormat = LogFormat.TEXT
     """Format of log records: `text`, or `json`, one object per line, with room, replica and request id where known."""
     requests: Annotated[bool, Field(strict=True)] = False
-    """Log a record for every request that is sent to replicas: the name of its API key, its replicas, and the time of
-    each phase."""
+    """Log a record for every request sent to replicas: its API key's name, its replicas, and the time of each phase."""
 
 
 class DeployConfig(Node):
