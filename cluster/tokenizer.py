@@ -12,7 +12,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.spec.context import longest_context
+from cluster.spec.context import model_context
 from cluster.spec.errors import UserError
 
 _UNFINISHED = "\ufffd"
@@ -54,7 +54,7 @@ class Tokenizer:
         self.special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | tokenizer_config)
         self.vocab_size: int = text_config.get("vocab_size") or self._tokenizer.get_vocab_size()
         """Size of the model's embedding table. The tokenizer may have fewer or more tokens."""
-        self.max_context: int | None = longest_context(text_config)
+        self.max_context: int | None = model_context(text_config)
         """Maximum number of prompt and output tokens together, if the model declares it."""
         self.generation_config = _read_json(folder / "generation_config.json")
         """Contents of the model's generation_config.json; empty if there is no such file."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def longest_context(config: Mapping[str, Any]) -> int | None:
+def model_context(config: Mapping[str, Any]) -> int | None:
     """Return the maximum number of prompt and output tokens together, or None if config.json does not say.
 
     With YaRN, this is the length to which the original context is stretched. `max_position_embeddings` can be shorter:

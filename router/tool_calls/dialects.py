@@ -33,36 +33,36 @@ class Dialect:
         Args:
             whole_texts: texts of single tokens; a marker among them must be generated as that token.
         """
-        special = whole_texts.intersection(self.markers)
-        call = self._call(self.opening, names, special)
-        return [f"calls: call{self._more(special, several=several)}", f"call: {call}"]
+        whole = whole_texts.intersection(self.markers)
+        call = self._call(self.opening, names, whole)
+        return [f"calls: call{self._more(whole, several=several)}", f"call: {call}"]
 
     def text_lark(self, names: Sequence[str], whole_texts: frozenset[str], *, several: bool) -> list[str]:
         """Return additional Lark rules for ``free``: optional text, then optional calls."""
-        special = whole_texts.intersection(self.markers)
+        whole = whole_texts.intersection(self.markers)
         text = f"TEXT: {self.text}"
         if not self.marker:
             return ["free: TEXT? | calls", text]
-        if self.marker in special:
+        if self.marker in whole:
             return ["free: TEXT? calls?", text]
         # Text is matched greedily, so the first call's marker has to end it.
-        rest = self._call(self.opening.removeprefix(self.marker), names, special)
+        rest = self._call(self.opening.removeprefix(self.marker), names, whole)
         return [
-            f"free: TEXT? | lead rest{self._more(special, several=several)}",
+            f"free: TEXT? | lead rest{self._more(whole, several=several)}",
             text,
             f"lead[suffix={json.dumps(self.marker)}]: /(?s:.*)/",
             f"rest: {rest}",
         ]
 
-    def _call(self, opening: str, names: Sequence[str], special: frozenset[str]) -> str:
+    def _call(self, opening: str, names: Sequence[str], whole: frozenset[str]) -> str:
         return " | ".join(
-            f"{_literal(opening + json.dumps(name) + self.arguments, special)} @arguments_{index} "
-            f"{_literal(self.closing, special)}"
+            f"{_literal(opening + json.dumps(name) + self.arguments, whole)} @arguments_{index} "
+            f"{_literal(self.closing, whole)}"
             for index, name in enumerate(names)
         )
 
-    def _more(self, special: frozenset[str], *, several: bool) -> str:
-        return f" ({_literal(self.between, special)} call)*" if several else ""
+    def _more(self, whole: frozenset[str], *, several: bool) -> str:
+        return f" ({_literal(self.between, whole)} call)*" if several else ""
 
 
 _MEMBERS = "|".join(f'"{key}"' for key in sorted(KEYS))
@@ -104,7 +104,7 @@ def find_dialect(setting: ToolParserName, template: str | None) -> Dialect | Non
     return next((dialect for dialect in DIALECTS.values() if template is not None and dialect.fits(template)), None)
 
 
-def _literal(text: str, special: frozenset[str]) -> str:
-    """Convert text to Lark's syntax, with special tokens by name."""
-    pieces = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
-    return " ".join(piece if piece in special else json.dumps(piece, ensure_ascii=False) for piece in pieces if piece)
+def _literal(text: str, whole: frozenset[str]) -> str:
+    """Convert text to Lark's syntax, with markers that are single tokens by name."""
+    pieces = re.split(f"({'|'.join(map(re.escape, whole))})", text) if whole else [text]
+    return " ".join(piece if piece in whole else json.dumps(piece, ensure_ascii=False) for piece in pieces if piece)

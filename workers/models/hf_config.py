@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, get_args
 
-from cluster.spec.context import longest_context
+from cluster.spec.context import model_context
 from cluster.spec.kv import FULL_ATTENTION, SLIDING_ATTENTION
 from workers.layers.attention_config import AnyAttentionConfig, AttentionConfig
 from workers.layers.config import FeedForwardConfig, MlpConfig, MoeConfig, RopeConfig, RopeType
@@ -202,7 +202,7 @@ def read_decoder(
         shares_selection=(False,) * len(feed_forward),
         rms_norm_eps=hf.number("rms_norm_eps"),
         rope=read_rope_config(hf.raw, max_len),
-        max_position_embeddings=longest_context(hf.raw) or max_len,
+        max_position_embeddings=model_context(hf.raw) or max_len,
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
         dtype=hf.dtype,
         renamed=renamed or {},

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.spec.context import longest_context
+from cluster.spec.context import model_context
 from cluster.tokenizer import Tokenizer
 from tests.fakes.model_folder import write_json, write_model_folder
 from workers.models.registry import parse_model_config
@@ -38,11 +38,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 )
 def test_yarn_stretches_the_context(tmp_path: Path, fields: dict[str, Any], expected: int) -> None:
     config = LLAMA | fields
-    assert longest_context(config) == expected
+    assert model_context(config) == expected
     assert parse_model_config(config).max_position_embeddings == expected
     write_json(write_model_folder(tmp_path) / "config.json", config)
     assert Tokenizer(tmp_path).max_context == expected
 
 
 def test_a_model_may_not_say() -> None:
-    assert longest_context({}) is None
+    assert model_context({}) is None
