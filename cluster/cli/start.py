@@ -20,7 +20,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from cluster.machine_memory import MachineMemory, machine_memory
-from cluster.planner.memory import memory_lack, model_problems
+from cluster.planner.memory import longest_problem, memory_lack, model_problems
 from cluster.planner.model import ModelFacts, facts_of
 from cluster.processes import INSTALL_FOLDER
 from cluster.spec.config import DeployConfig, Device, TransferBackendName
@@ -66,7 +66,8 @@ def ready_text(url: str, config: DeployConfig, logs: str) -> str:
 def check_model(
     config: DeployConfig, folder: Path, say: Callable[[str], None], memory: MachineMemory | None = None
 ) -> None:
-    """Check that the cluster can run. If too little memory is free now, pass a warning to ``say``.
+    """Check that the cluster can run. Pass a warning to ``say`` if too little memory is free now, or if the KV pool of
+    workers on CPUs is too small for the model's longest requests.
 
     Raises:
         UserError: the engine cannot run the model, its layout or KV dtype, or the machine has too little memory.
@@ -75,6 +76,8 @@ def check_model(
     if problems := model_problems(config, model, with_gpu=False):
         raise ConfigError(problems)
     resources, one_machine = config.resources, config.transfer.backend is TransferBackendName.SHARED_MEMORY
+    if resources.device is Device.CPU and (too_long := longest_problem(config, model)):
+        say(f"context: {too_long}")
     if one_machine and resources.device is Device.CPU and resources.machine_memory_gib is None:
         _check_machine(config, model, say, memory or machine_memory())
 

@@ -150,9 +150,11 @@ class BootstrapActor(_LoggingActor):
 
 
 def worker_environ(config: DeployConfig) -> dict[str, str]:
-    """Return a worker's environment variables: its thread count, and no visible GPUs if it computes on the CPU."""
+    """Return a worker's environment variables: its thread count and, if it computes on the CPU, no visible GPUs and
+    torch's use of huge pages."""
     environ = {"OMP_NUM_THREADS": str(config.resources.threads_per_worker), "TOKENIZERS_PARALLELISM": "false"}
-    return environ | ({"CUDA_VISIBLE_DEVICES": ""} if config.resources.device is Device.CPU else {})
+    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "THP_MEM_ALLOC_ENABLE": "1"}
+    return environ | (on_cpu if config.resources.device is Device.CPU else {})
 
 
 def service_environ() -> dict[str, str]:

@@ -90,6 +90,23 @@ def memory_wanted(config: DeployConfig, model: ModelFacts, num_tokens: int) -> f
     )
 
 
+def longest_problem(config: DeployConfig, model: ModelFacts) -> str:
+    """Return the reason why the longest request does not fit; empty if it does."""
+    longest = config.model.longest_context(model.config.max_position_embeddings)
+    held = kv_plan(config, model).tokens_per_request
+    if held >= longest:
+        return ""
+    gib = f"{_rounded_up(memory_wanted(config, model, longest)):g}"
+    fix = f"set kv.memory_gib to {gib}, or model.max_context to {held}"
+    return f"{held} tokens fit, but a request can have {longest}: {fix}"
+
+
+def _rounded_up(number: float) -> float:
+    """Return the smallest number of three significant digits that is not below ``number``, which is positive."""
+    unit: float = 10.0 ** (math.floor(math.log10(number)) - 2)
+    return math.ceil(number / unit) * unit
+
+
 def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
     layout = min(_layouts(config, pool, model), key=lambda layout: layout.num_pages)
     tokens_per_worker = layout.tokens_in(layout.num_pages)

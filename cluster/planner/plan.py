@@ -1,9 +1,8 @@
 """Plan of a deployment: ranks and groups of each replica, KV memory, ports, and checks. Pure."""
 
-import math
 from dataclasses import dataclass
 
-from cluster.planner.memory import KvPlan, kv_plan, memory_wanted, model_problems
+from cluster.planner.memory import KvPlan, kv_plan, longest_problem, model_problems
 from cluster.planner.model import ModelFacts, UnknownModel
 from cluster.planner.projections import ProjectionsPlan, projections_plan
 from cluster.planner.traffic import TrafficPlan, traffic_plan
@@ -162,25 +161,8 @@ def _checks(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Chec
         failures["the model's shape is known"] = model.reason
     else:
         failures["the model supports this parallel layout"] = ""
-        failures["every replica holds the longest request"] = _too_long(config, model)
+        failures["every replica holds the longest request"] = longest_problem(config, model)
     return [CheckResult(rule=rule, passed=not failure, detail=failure) for rule, failure in failures.items()]
-
-
-def _rounded_up(number: float) -> float:
-    """Return the smallest number of three significant digits that is not below ``number``, which is positive."""
-    unit: float = 10.0 ** (math.floor(math.log10(number)) - 2)
-    return math.ceil(number / unit) * unit
-
-
-def _too_long(config: DeployConfig, model: ModelFacts) -> str:
-    """Return the reason why the longest request does not fit; empty if it does."""
-    longest = config.model.longest_context(model.config.max_position_embeddings)
-    held = kv_plan(config, model).tokens_per_request
-    if held >= longest:
-        return ""
-    gib = f"{_rounded_up(memory_wanted(config, model, longest)):g}"
-    fix = f"set kv.memory_gib to {gib}, or model.max_context to {held}"
-    return f"{held} tokens fit, but a request can have {longest}: {fix}"
 
 
 def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[PortPlan]:

@@ -55,7 +55,10 @@ def use_native_products(model: DecoderModel, library: Library) -> None:
     readable = [matrix for matrix in model.packed_matrices() if matrix.blocks is not None]
     if not readable or not library.multiplies_packed:
         return
-    measured = takewhile(lambda num_rows: _is_fast(model.device, library, readable, num_rows), _ROWS)
+    # A step multiplies only a few rows by the head, which can be larger than all layers.
+    head = model.lm_head.packed if model.is_last else None
+    layers = [matrix for matrix in readable if matrix is not head]
+    measured = takewhile(lambda num_rows: _is_fast(model.device, library, layers, num_rows), _ROWS)
     most_rows = max((_ROWS[num_rows] for num_rows in measured), default=0)
     native = NativeProducts(library, most_rows)
     for matrix in readable:

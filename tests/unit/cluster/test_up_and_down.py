@@ -195,6 +195,11 @@ def test_an_unsupported_variant_does_not_start(
     assert "\n" not in str(refused.value)
 
 
+def test_a_pool_that_does_not_hold_the_longest_requests_is_said(folder: Path) -> None:
+    (line,) = said("kv: {memory_gib: 0.001}", folder)
+    assert re.fullmatch(r"context: \d+ tokens fit, but a request can have \d+: set kv\.memory_gib to .*", line)
+
+
 def test_gpu_memory_is_not_checked_before_the_worker(folder: Path) -> None:
     assert said("resources: {device: cuda, gpu_memory_gib: 0.001}", folder) == []
 
