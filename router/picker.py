@@ -158,6 +158,9 @@ class Picker:
         self._load = load
         self._breakers = breakers
         self._skip_below_tokens = config.prefill.skip_below_tokens
+        prefill, decode = config.prefill.parallel, config.decode.parallel
+        self._prefill_share = decode.tp / (prefill.cp * prefill.tp)
+        """Computation of a token by each rank of prefill, as a fraction of that by each rank of decode."""
         needs_keys = {role: name == _PREFIX_AWARE for role, name in names.items()}
         needs_keys[Role.DECODE] |= self._skip_below_tokens > 0
         self.prefix_roles = [role for role in names if needs_keys[role] and config.kv.prefix_cache]
@@ -184,10 +187,14 @@ class Picker:
             return None
         with_pages = [peer for peer in decodes if self._has_pages(peer, request.max_len, request.tenant)]
         decode = self._choose(Role.DECODE, with_pages or decodes, request, room)
-        if request.is_probe or self._skips_prefill(decode, request):
+        uncached = len(request.prompt_ids) - decode.pages.in_memory * self._page_size
+        is_short = uncached < self._skip_below_tokens
+        if request.is_probe or (is_short and not self._load.is_empty):
             return Placement(prefill=None, decode=decode.peer)
         with_room = [peer for peer in prefills if self._has_room(peer)]
         prefill = self._choose(Role.PREFILL, with_room or prefills, request, room)
+        if is_short and uncached <= (len(request.prompt_ids) - prefill.cached_tokens) * self._prefill_share:
+            return Placement(prefill=None, decode=decode.peer)
         known = KnownTokens(sum(prefill.pages) * self._page_size, prefill.pages.in_memory * self._page_size)
         return Placement(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens, known=known)
 
@@ -227,12 +234,6 @@ class Picker:
         free = pool_tokens * self._max_fill - load.num_tokens
         held = self._load.tokens_of(peer, tenant) if tenant != ANYBODY else 0
         return num_tokens <= free and held + num_tokens <= _MOST_PER_FREE * free
-
-    def _skips_prefill(self, decode: Candidate, request: GenerateRequest) -> bool:
-        """Return whether decode computes the prompt. Pages in storage do not count, since they may come too late."""
-        limit = self._skip_below_tokens
-        num_cached = decode.pages.in_memory * self._page_size
-        return limit > 0 and len(request.prompt_ids) - num_cached < limit
 
     def _keys(self, role: Role, request: GenerateRequest) -> Sequence[bytes]:
         """Return the keys of the prompt's pages that replicas of this role may have cached."""
