@@ -19,16 +19,18 @@ struct Outputs {
   int64_t pair_stride;
 };
 
-// Add products with some inputs, from `begin`, to the sums of Rows rows.
+// Add products with some inputs, from `begin`, to the sums of Rows rows. Meanwhile, fetch weights that are `ahead`.
 template <int64_t Rows>
 void add_products(const Element* x, int64_t stride, const Outputs& weight, int64_t begin, int64_t num_inputs,
-                  float* sums) {
+                  int64_t ahead, float* sums) {
   __m512 sum[Rows][kParts];
   for (int64_t row = 0; row < Rows; ++row)
     for (int64_t v = 0; v < kParts; ++v) sum[row][v] = _mm512_loadu_ps(sums + row * kOutputs + v * kLanes);
   const Element* first = weight.first + begin / 2 * weight.pair_stride;
   const Element* second = weight.second + begin / 2 * weight.pair_stride;
   for (int64_t i = 0; i < num_inputs; i += 2, first += weight.pair_stride, second += weight.pair_stride) {
+    _mm_prefetch((const char*)(first + ahead), _MM_HINT_T1);
+    _mm_prefetch((const char*)(second + ahead), _MM_HINT_T1);
     __m512bh weights[kParts];
     for (int64_t v = 0; v < kParts / 2; ++v) {
       weights[v] = (__m512bh)_mm512_loadu_si512(first + v * kPairs);
@@ -56,7 +58,8 @@ Outputs outputs_from(int64_t first, const Element* weight, int64_t num_outputs, 
   return {block, first + width < num_outputs ? block + block_stride : block, 2 * width};
 }
 
-// Compute the sums of up to kRowsTogether rows.
+// Compute the sums of up to kRowsTogether rows. Of several groups of rows, only the first would wait for memory: two of
+// them each fetch half of the weights that come next. A single group waits for memory all the time.
 void sum_products(const Element* x, int64_t stride, const Outputs& weight, int64_t num_rows, int64_t num_inputs,
                   float* sums) {
   const int64_t num_groups = round_up(num_rows, kMostTogether) / kMostTogether;
@@ -64,8 +67,9 @@ void sum_products(const Element* x, int64_t stride, const Outputs& weight, int64
   for (int64_t i = 0; i < num_inputs; i += kDepth)
     for (int64_t group = 0; group < num_groups; ++group) {
       const int64_t row = num_rows * group / num_groups, next = num_rows * (group + 1) / num_groups;
-      kAddProducts[next - row - 1](x + row * stride, stride, weight, i, std::min(kDepth, num_inputs - i),
-                                   sums + row * kOutputs);
+      const int64_t depth = std::min(kDepth, num_inputs - i);
+      const int64_t ahead = num_groups > 1 ? depth / 2 * weight.pair_stride + group % 2 * kPairs : 0;
+      kAddProducts[next - row - 1](x + row * stride, stride, weight, i, depth, ahead, sums + row * kOutputs);
     }
 }
 
