@@ -185,7 +185,7 @@ class PrefillConfig(PoolConfig):
     chunk_tokens: ChunkTokens = 8192
     """Maximum number of tokens in one step of each DP rank, over all requests."""
     skip_below_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
-    """Number of uncached prompt tokens below which decode computes a prompt, unless the cluster is idle; 0 for never."""
+    """Number of uncached prompt tokens below which decode computes a prompt unless all replicas are idle; 0: never."""
     max_queued_tokens: PositiveInt = 8_388_608
     """Maximum number of prompt tokens that wait at one replica; when all are full, requests wait in the router."""
 

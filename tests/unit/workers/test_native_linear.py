@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -169,10 +170,17 @@ def test_as_many_rows_as_are_faster(
     model = load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16))
     x = model.embed_tokens(torch.arange(6))
     before = model.logits(x)
-    monkeypatch.setattr(native_kernels, "_is_fast", lambda *given: given[-1] <= most)
+    measured: list[PackedMatrix] = []
+
+    def is_fast(_device: object, _library: object, matrices: Sequence[PackedMatrix], num_rows: int) -> bool:
+        measured[:] = matrices
+        return num_rows <= most
+
+    monkeypatch.setattr(native_kernels, "_is_fast", is_fast)
     use_native_products(model, library)
     matrices = model.packed_matrices()
     assert len(matrices) == 4 * len(model.layers) + 1
+    assert {id(matrix) for matrix in matrices} - {id(matrix) for matrix in measured} == {id(model.lm_head.packed)}
     assert {matrix.native.most_rows for matrix in matrices if matrix.native} == {sys.maxsize if most == 512 else most}
     torch.testing.assert_close(model.logits(x), before)
     linear = Mock(wraps=library.linear)
