@@ -29,8 +29,8 @@ void add_products(const Element* x, int64_t stride, const Outputs& weight, int64
   const Element* first = weight.first + begin / 2 * weight.pair_stride;
   const Element* second = weight.second + begin / 2 * weight.pair_stride;
   for (int64_t i = 0; i < num_inputs; i += 2, first += weight.pair_stride, second += weight.pair_stride) {
-    _mm_prefetch((const char*)(first + ahead), _MM_HINT_T1);
-    _mm_prefetch((const char*)(second + ahead), _MM_HINT_T1);
+    __builtin_prefetch(first + ahead, 0, 2);
+    __builtin_prefetch(second + ahead, 0, 2);
     __m512bh weights[kParts];
     for (int64_t v = 0; v < kParts / 2; ++v) {
       weights[v] = (__m512bh)_mm512_loadu_si512(first + v * kPairs);
