@@ -187,6 +187,7 @@ class Picker:
             return None
         with_pages = [peer for peer in decodes if self._has_pages(peer, request.max_len, request.tenant)]
         decode = self._choose(Role.DECODE, with_pages or decodes, request, room)
+        # Pages in storage do not count, since they may come too late.
         uncached = len(request.prompt_ids) - decode.pages.in_memory * self._page_size
         is_short = uncached < self._skip_below_tokens
         if request.is_probe or (is_short and not self._load.is_empty):

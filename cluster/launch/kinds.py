@@ -151,7 +151,8 @@ class BootstrapActor(_LoggingActor):
 
 def worker_environ(config: DeployConfig) -> dict[str, str]:
     """Return a worker's environment variables: its thread count and, if it computes on the CPU, no visible GPUs and
-    torch's use of huge pages."""
+    torch's use of huge pages.
+    """
     environ = {"OMP_NUM_THREADS": str(config.resources.threads_per_worker), "TOKENIZERS_PARALLELISM": "false"}
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "THP_MEM_ALLOC_ENABLE": "1"}
     return environ | (on_cpu if config.resources.device is Device.CPU else {})
