@@ -27,7 +27,7 @@ from workers.engine.warm_up import warm_up
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
 from workers.memory.copy import PinnedMemory
-from workers.memory.huge_pages import use_huge_pages
+from workers.memory.huge_pages import use_huge_pages, use_small_pages
 from workers.memory.peer_memory import PeerMemory, open_peer_memory
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
@@ -155,6 +155,7 @@ def _open_memory(
     memory = open_peer_memory(layout, device, backend, spec.config.verify_by(), groups.head_copies)
     if not device.has_own_memory:
         use_huge_pages(memory.pool.bytes.data_ptr(), memory.pool.bytes.nbytes)
+        use_small_pages()
     host_bytes = host_bytes_of(spec, layout)
     host_region = backend.allocate(host_bytes) if host_bytes else None
     to_pin = (memory.region, host_region) if device.is_asynchronous else ()

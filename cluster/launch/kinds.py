@@ -150,8 +150,8 @@ class BootstrapActor(_LoggingActor):
 
 
 def worker_environ(config: DeployConfig) -> dict[str, str]:
-    """Return a worker's environment variables: its thread count and, if it computes on the CPU, no visible GPUs and
-    torch's use of huge pages.
+    """Return a worker's environment variables: its thread count and, if it computes on the CPU, no visible GPUs, and
+    huge pages for what torch allocates until the weights are loaded.
     """
     environ = {"OMP_NUM_THREADS": str(config.resources.threads_per_worker), "TOKENIZERS_PARALLELISM": "false"}
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "THP_MEM_ALLOC_ENABLE": "1"}

@@ -1,7 +1,6 @@
 """Peak memory of a prefill step compared with `baton plan`, for a prompt of 131,072 tokens among others."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cluster.launch.kinds import worker_environ
 from cluster.planner.memory import kv_plan
 from cluster.planner.model import facts_of
 from cluster.spec.config import DeployConfig
@@ -128,13 +126,12 @@ def check(folder: Path, family: str, sizes: dict[str, Any], step: Step) -> None:
 
 def _measure(folder: Path, settings: dict[str, Any], step: Step) -> list[dict[str, int]]:
     processes = list[subprocess.Popen[str]]()
-    environ = os.environ | worker_environ(DeployConfig.model_validate(settings))
     given: dict[str, Any] = {"folder": str(folder), "settings": settings, "store": "", "passing": step.passing}
     given |= {"num_requests": step.num_requests, "extend_len": step.extend_len, "prefix_len": step.prefix_len}
     try:
         for rank in range(step.cp * step.tp):
             command = [sys.executable, "-m", "tests.fakes.measured_step", json.dumps({**given, "rank": rank})]
-            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environ))
+            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
             if not rank:
                 stdout = processes[0].stdout
                 assert stdout is not None

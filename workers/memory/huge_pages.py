@@ -6,6 +6,8 @@ import sys
 _HUGE_PAGE = 2 << 20
 _COLLAPSE = 25
 """MADV_COLLAPSE of madvise(2), in Linux 6.1 and later."""
+_DISABLE = 41
+"""PR_SET_THP_DISABLE of prctl(2)."""
 
 
 def use_huge_pages(address: int, num_bytes: int) -> None:
@@ -19,3 +21,11 @@ def use_huge_pages(address: int, num_bytes: int) -> None:
     start = address // _HUGE_PAGE * _HUGE_PAGE
     end = -(-(address + num_bytes) // _HUGE_PAGE) * _HUGE_PAGE
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _COLLAPSE)
+
+
+def use_small_pages() -> None:
+    """Let this process allocate no more huge pages, so that a step's tensors take no more memory than their bytes. Huge
+    pages that it has stay.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DISABLE, 1, 0, 0, 0)

@@ -2,10 +2,14 @@
 
 import ctypes
 import mmap
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.readme import ROOT
 from transfer.backends.shared_memory import SharedMemoryBackend
 from workers.memory.huge_pages import use_huge_pages
 
@@ -52,3 +56,30 @@ def test_shared_memory_is_writable_and_begins_where_a_huge_page_can(num_bytes: i
     use_huge_pages(ctypes.addressof(ctypes.c_char.from_buffer(region.buffer)), num_bytes)
     backend.close()
     assert region.buffer[-1] == 7
+
+
+_TWO_BUFFERS = """
+import mmap, re
+from workers.memory.huge_pages import use_small_pages
+
+buffers = []
+
+def huge_kib() -> int:
+    buffers.append(buffer := mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    buffer.madvise(mmap.MADV_HUGEPAGE)
+    buffer[:] = bytes(len(buffer))
+    return int(re.search(r"AnonHugePages: +(\\d+)", open("/proc/self/smaps_rollup").read())[1])
+
+before = huge_kib()
+use_small_pages()
+print(before, huge_kib())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has huge pages")
+def test_huge_pages_stay_and_none_is_added() -> None:
+    """Linux has none if an administrator turned them off."""
+    done = subprocess.run([sys.executable, "-c", _TWO_BUFFERS], capture_output=True, text=True, check=True, cwd=ROOT)
+    before, after = map(int, done.stdout.split())
+    assert after == before
+    assert before > 0 or "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
