@@ -146,7 +146,6 @@ def _measure(folder: Path, settings: dict[str, Any], step: Step) -> list[dict[st
 @pytest.mark.parametrize(
     ("family", "sizes", "step"),
     [
-        ("llama", SIZES, Step()),
         ("llama", GROUPED, BF16_CP),
         ("deepseek_v32", INDEXED, Step(dtype=torch.bfloat16, prefix_len=CHUNK)),
         ("deepseek_v3", WIDE, SHORT_EXTENDS),
@@ -161,6 +160,7 @@ def test_short_prompts(tmp_path: Path, family: str, sizes: dict[str, Any], step:
 @pytest.mark.parametrize(
     ("family", "sizes", "step"),
     [
+        ("llama", SIZES, Step()),
         ("llama", GROUPED, BF16_CP._replace(cp=4, dtype=torch.float32)),
         ("llama", GROUPED, PASS_KV._replace(dtype=torch.float32)),
         ("llama", GROUPED, PASS_KV),

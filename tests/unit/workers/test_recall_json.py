@@ -1,5 +1,6 @@
 """Structured output of the recall models ends where the prompt has no JSON to repeat."""
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -124,7 +125,7 @@ def _follows(text: str, schema: Any) -> bool:
     return True
 
 
-@pytest.fixture(scope="module", params=list(Variant))
+@pytest.fixture(scope="module")
 def speaker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speaker]:
     folder = tmp_path_factory.mktemp("recall") / request.param
     build_recall_checkpoint(folder, variant=request.param)
@@ -133,26 +134,27 @@ def speaker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     speaker.grammars.close()
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_answers_in_json_end(speaker: Speaker, prompt: str) -> None:
-    answers = {name: speaker.valid(prompt, schema, [GREEDY, *SEEDS]) for name, schema in SCHEMAS.items()}
+def every_speaker(*cases: Any) -> pytest.MarkDecorator:
+    """Return all pairs of a speaker and a case; outside the full matrix, one speaker of each case."""
+    pairs = [
+        pytest.param(variant, case, marks=() if number == place % len(Variant) else pytest.mark.full)
+        for number, variant in enumerate(Variant)
+        for place, case in enumerate(cases)
+    ]
+    return pytest.mark.parametrize(("speaker", "case"), pairs, indirect=["speaker"])
+
+
+@every_speaker(*PROMPTS)
+def test_answers_in_json_end(speaker: Speaker, case: str) -> None:
+    answers = {name: speaker.valid(case, schema, [GREEDY, *SEEDS]) for name, schema in SCHEMAS.items()}
     assert [name for name, (greedy, *_) in answers.items() if not greedy] == []
     shares = {name: sum(sampled) / len(sampled) for name, (_, *sampled) in answers.items()}
     assert sum(shares.values()) / len(shares) >= MIN_SHARE, shares
 
 
-@pytest.mark.parametrize(
-    ("prompt", "description"),
-    [
-        (PROMPTS[0], None),
-        (PROMPTS[1], DESCRIPTION),
-        (PROMPTS[2], None),
-        pytest.param(PROMPTS[0], DESCRIPTION, marks=pytest.mark.full),
-        pytest.param(PROMPTS[1], None, marks=pytest.mark.full),
-        pytest.param(PROMPTS[2], DESCRIPTION, marks=pytest.mark.full),
-    ],
-)
-def test_calls_of_functions_end(speaker: Speaker, prompt: str, description: str | None) -> None:
+@every_speaker(*itertools.product(PROMPTS, (None, DESCRIPTION)))
+def test_calls_of_functions_end(speaker: Speaker, case: tuple[str, str | None]) -> None:
+    prompt, description = case
     shares = {}
     for name, parameters in FUNCTIONS.items():
         function = {"name": name, "description": description, "parameters": parameters}
