@@ -161,13 +161,18 @@ def process(logits: Tensor, states: Mapping[int, SamplingState], positions: Sequ
 
     ``positions`` are the output positions of all rows.
     """
-    grammars = {row: state.grammar for row, state in states.items() if state.grammar is not None}
-    before = logits[device_of(logits).put_index(list(grammars))] if grammars else logits
-    _forbid_others(logits, {row: state.forbidden for row, state in states.items() if state.forbidden is not None})
+    forbidden = {row: state.forbidden for row, state in states.items() if state.forbidden is not None}
+    banned = {row: ids for row, state in states.items() if (ids := state.banned(positions[row]))}
+    is_out = {row: ~state.grammar.allowed(positions[row]) for row, state in states.items() if state.grammar is not None}
+    both = [row for row in is_out if row in forbidden or row in banned]
+    before = logits[device_of(logits).put_index(both)] if both else logits
+    _forbid_others(logits, forbidden)
     _shift(logits, {row: state.bias for row, state in states.items() if len(state.bias[0])})
-    _forbid(logits, {row: banned for row, state in states.items() if (banned := state.banned(positions[row]))})
+    _forbid(logits, banned)
     _penalise(logits, states, {row: state.counts for row, state in states.items() if state.counts is not None})
-    _keep_to(logits, before, {row: grammar.allowed(positions[row]) for row, grammar in grammars.items()})
+    _forbid_others(logits, is_out)
+    if both:
+        _prefer_grammars(logits, before, {row: is_out[row] for row in both})
 
 
 def _forbid_others(logits: Tensor, forbidden: Mapping[int, NDArray[np.bool_]]) -> None:
@@ -185,19 +190,15 @@ def _forbid(logits: Tensor, banned: Mapping[int, set[int]]) -> None:
         logits[index] = logits.new_full((1,), -math.inf)
 
 
-def _keep_to(logits: Tensor, before: Tensor, grammars: Mapping[int, NDArray[np.bool_]]) -> None:
-    """Apply grammars. If a row's other settings forbid all tokens that the grammar allows, only the grammar applies.
+def _prefer_grammars(logits: Tensor, before: Tensor, is_out: Mapping[int, NDArray[np.bool_]]) -> None:
+    """Apply only the grammar to each row whose other settings forbid all tokens that the grammar allows.
 
-    ``before`` holds the unchanged logits of the rows with grammars.
+    ``before`` holds the unchanged logits of these rows.
     """
-    if not grammars:
-        return
-    device = device_of(logits)
-    rows = device.put_index(list(grammars))
-    is_out = device.put(torch.from_numpy(~np.stack(list(grammars.values()))))
-    kept = logits[rows].masked_fill_(is_out, -math.inf)
-    is_empty = kept.amax(dim=-1, keepdim=True) == -math.inf
-    logits[rows] = torch.where(is_empty, before.masked_fill_(is_out, -math.inf), kept)
+    rows = device_of(logits).put_index(list(is_out))
+    _forbid_others(before, dict(enumerate(is_out.values())))
+    kept = logits[rows]
+    logits[rows] = torch.where(kept.amax(dim=-1, keepdim=True) == -math.inf, before, kept)
 
 
 def _shift(logits: Tensor, shifts: Mapping[int, tuple[NDArray[np.int64], Numbers]]) -> None:

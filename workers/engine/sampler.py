@@ -1,10 +1,8 @@
 """Sampling from logits. A sample depends only on its request and output position, not on the rest of the batch."""
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
 from workers.device import Arriving, Device, device_of
 from workers.engine.logits_processors import SamplingState, process
+from workers.engine.token_race import key_of, win_race
 
 _ROUNDING = 1e-4
 """Difference below which fp32 logits are considered equal."""
@@ -20,17 +19,12 @@ _NUM_SETTINGS, _NUM_WHOLE = 7, 3
 """Number of settings per row, and of leading settings that are integers."""
 _NUM_RANKED = 1024
 """Number of likeliest tokens that are ranked at first. Few rows need more to find the end of their top-p."""
-_FRACTION_BITS = 53
+_FIRST_ON_CPU = 64
+"""Number of likeliest tokens that a CPU ranks before that, which takes a third of the time."""
 _GREEDY_BELOW = 1e-5
 """Temperature below which sampling is greedy. Dividing by much smaller temperatures would overflow fp32."""
-_STEP, _FIRST_FACTOR, _SECOND_FACTOR = (
-    bits - (1 << 64) for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
-"""Constants of SplitMix64 as signed 64-bit integers."""
-_LEAST, _MOST = 2.0**-54, 1 - 2.0**-24
-"""Smallest and largest fraction with an exponential that is neither 0 nor infinite in fp32."""
 _CACHED = 1 << 16
-"""Number of exponentials computed at a time on a CPU, so that they fit into its cache."""
+"""Number of scores that a CPU computes with at a time, so that they stay in its cache, unless a row has more."""
 
 
 class DrawSettings:
@@ -65,28 +59,31 @@ class DrawSettings:
         rounding[:] = _ROUNDING / temperature
         return cls(device.put(torch.from_numpy(table)))
 
-    def at(self, rows: Tensor) -> "DrawSettings":
+    def at(self, rows: slice) -> "DrawSettings":
         return DrawSettings(self._table[:, rows])
 
 
-def keep_likeliest(scores: Tensor, settings: DrawSettings) -> Tensor:
-    """Return scores with -inf outside the top-k, and then outside the smallest set with mass top-p.
+def least_likely(scores: Tensor, settings: DrawSettings) -> Tensor:
+    """Return each row's lowest score in the top-k, and then in the smallest set with mass top-p, ``[num_rows]``.
 
-    Tokens that score the same as the last token kept are kept too, so that the sample does not depend on their order
-    or on rounding, which may depend on the other rows of the batch.
+    Tokens that score the same are kept too, so that the sample does not depend on their order or on rounding, which may
+    depend on the other rows of the batch. So the result is slightly lower.
     """
-    vocab_size = scores.shape[-1]
+    device, vocab_size = device_of(scores), scores.shape[-1]
     top_k, top_p = settings.top_k, settings.top_p
-    cutoffs, is_sure = ranked_cutoffs(scores, top_k, top_p, min(vocab_size, _NUM_RANKED))
-    if device_of(scores).has_kernels:
+    first, *later = (_NUM_RANKED,) if device.has_kernels else (_FIRST_ON_CPU, _NUM_RANKED, vocab_size)
+    cutoffs, is_sure = ranked_cutoffs(scores, top_k, top_p, min(first, vocab_size))
+    for num_ranked in later:
+        if not is_sure.all():
+            unsure = (~is_sure).nonzero().squeeze(-1)
+            found = ranked_cutoffs(scores[unsure], top_k[unsure], top_p[unsure], min(num_ranked, vocab_size))
+            cutoffs[unsure], is_sure[unsure] = found
+    if device.has_kernels:
         from workers.kernels.sampling import find_cutoffs
 
         find_cutoffs(scores, top_k, top_p, is_sure, cutoffs)
-    elif not is_sure.all():
-        unsure = ~is_sure
-        cutoffs[unsure], _ = ranked_cutoffs(scores[unsure], top_k[unsure], top_p[unsure], vocab_size)
-    rounding = settings.rounding.to(scores.dtype)
-    return scores.masked_fill(scores < (cutoffs - rounding)[:, None], -math.inf)
+    cutoffs -= settings.rounding.to(scores.dtype)
+    return cutoffs
 
 
 def ranked_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
@@ -95,71 +92,22 @@ def ranked_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int
 
     The most likely token's score is 0. For each row, ``top_k`` is int64 and at least 1, and ``top_p`` is fp64.
     """
+    vocab_size = scores.shape[-1]
+    is_unlimited = (top_k >= vocab_size) & (top_p >= 1)
     top_k, top_p = top_k[:, None], top_p[:, None]
     ranked = scores.topk(num_ranked, dim=-1).values
     is_outside = torch.arange(num_ranked, device=scores.device) >= top_k
     weights = ranked.exp().double().masked_fill(is_outside, 0.0)
-    total = scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
-    total = torch.where(top_k <= num_ranked, weights.sum(dim=-1, keepdim=True), total)
+    total = weights.sum(dim=-1, keepdim=True)
+    if device_of(scores).has_kernels or not (top_k <= num_ranked).all():
+        total = torch.where(top_k <= num_ranked, total, scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64))
     is_beyond = (weights.cumsum(dim=-1) - weights >= top_p * total) & (top_p < 1)
     is_beyond[:, 0] = False
     num_kept = num_ranked - (is_outside | is_beyond).sum(dim=-1, keepdim=True)
-    vocab_size = scores.shape[-1]
     # Top-p applies to the mass that top-k leaves, which is known if all of it is ranked, or if top-k keeps everything.
     is_sure = (top_k <= num_ranked) | (is_beyond[:, -1:] & (top_k >= vocab_size)) | (num_ranked == vocab_size)
-    return ranked.gather(-1, num_kept - 1).squeeze(-1), is_sure.squeeze(-1)
-
-
-def key_of(seed: int, position: int) -> int:
-    """Return a signed 64-bit key that depends only on the arguments and is the same on every machine."""
-    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def win_race(weights: Tensor, keys: Tensor) -> Tensor:
-    """Sample one token id per row, ``[num_rows]`` int64, with probability proportional to its weight.
-
-    weights: ``[num_rows, vocab_size]`` fp32, 0 for tokens that cannot be sampled. keys: ``[num_rows]`` int64.
-
-    Each token gets an exponential time divided by its weight, and the earliest token wins (the Gumbel-max trick;
-    Maddison, Tarlow and Minka, 2014). If rounding changes the weights slightly, as after a handoff, the winner changes
-    with a similarly small probability. With inverse transform sampling, the changes would add up over all tokens.
-    """
-    device = device_of(weights)
-    if device.has_kernels:
-        from workers.kernels import sampling
-
-        return sampling.win_race(weights, keys)
-    num_rows, vocab_size = weights.shape
-    at_once = max(1, _CACHED // vocab_size)
-    blocks = [slice(first, first + at_once) for first in range(0, num_rows, at_once)]
-    races = (weights[block] / _exponentials(keys[block], vocab_size) for block in blocks)
-    return torch.cat(list(map(device.argmax, races)))
-
-
-def _exponentials(keys: Tensor, vocab_size: int) -> Tensor:
-    """Return ``[num_keys, vocab_size]`` fp32 exponentials with mean 1, from one SplitMix64 generator per key (Steele,
-    Lea and Flood, 2014).
-    """
-    bits = keys[:, None] + _steps(vocab_size, keys.device)
-    shifted = torch.empty_like(bits)
-    bits ^= _shift(bits, 30, shifted)
-    bits *= _FIRST_FACTOR
-    bits ^= _shift(bits, 27, shifted)
-    bits *= _SECOND_FACTOR
-    bits ^= _shift(bits, 31, shifted)
-    fractions = _shift(bits, 64 - _FRACTION_BITS, shifted).to(torch.float32) * 2.0**-_FRACTION_BITS
-    return fractions.clamp_(_LEAST, _MOST).neg_().log1p_().neg_()
-
-
-@cache
-def _steps(vocab_size: int, device: torch.device) -> Tensor:
-    return torch.arange(1, vocab_size + 1, device=device) * _STEP
-
-
-def _shift(bits: Tensor, count: int, shifted: Tensor) -> Tensor:
-    """Shift right logically."""
-    return torch.bitwise_right_shift(bits, count, out=shifted).bitwise_and_((1 << (64 - count)) - 1)
+    cutoffs = ranked.gather(-1, num_kept - 1).squeeze(-1).masked_fill(is_unlimited, -math.inf)
+    return cutoffs, is_sure.squeeze(-1) | is_unlimited
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +194,24 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
     random_rows = [rows[index] for index in sampled]
     settings = DrawSettings.of(random_rows, [positions[index] for index in sampled], sampled, logits.shape[-1], device)
     if len(sampled) == len(rows):
-        return win_race(_weights(logits, random_rows, settings), settings.keys)
+        return _draw_at_random(logits, random_rows, settings)
     chosen = device.argmax(logits)
-    chosen[settings.indices] = win_race(_weights(logits[settings.indices], random_rows, settings), settings.keys)
+    chosen[settings.indices] = _draw_at_random(logits[settings.indices], random_rows, settings)
     return chosen
+
+
+def _draw_at_random(logits: Tensor, rows: Sequence[Sampling], settings: DrawSettings) -> Tensor:
+    at_once = len(rows) if device_of(logits).has_kernels else max(1, _CACHED // logits.shape[-1])
+    blocks = [slice(first, first + at_once) for first in range(0, len(rows), at_once)]
+    return torch.cat([_draw_block(logits[block], rows[block], settings.at(block)) for block in blocks])
+
+
+def _draw_block(logits: Tensor, rows: Sequence[Sampling], settings: DrawSettings) -> Tensor:
+    scores = (logits - logits.amax(dim=-1, keepdim=True)) / settings.temperature.to(logits.dtype)[:, None]
+    least = settings.floor.to(scores.dtype)
+    if any(row.top_k > 0 or row.top_p < 1 for row in rows):
+        least = torch.maximum(least, least_likely(scores, settings))
+    return win_race(scores, least, settings.keys)
 
 
 def _likelihoods(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,18 +219,3 @@ def _likelihoods(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tenso
     logprobs = logits.log_softmax(dim=-1)
     top = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
     return logprobs.gather(-1, token_ids[:, None]).squeeze(-1), top.values, top.indices
-
-
-def _weights(logits: Tensor, rows: Sequence[Sampling], settings: DrawSettings) -> Tensor:
-    """Return unnormalized probabilities after temperature and filters. Excluded tokens have 0."""
-    scores = (logits - logits.amax(dim=-1, keepdim=True)) / settings.temperature.to(logits.dtype)[:, None]
-    limited = [index for index, row in enumerate(rows) if row.top_k > 0 or row.top_p < 1]
-    if len(limited) == len(rows):
-        scores = keep_likeliest(scores, settings)
-    elif limited:
-        index = device_of(scores).put_index(limited)
-        scores[index] = keep_likeliest(scores[index], settings.at(index))
-    if any(row.min_p > 0 for row in rows):
-        scores = scores.masked_fill(scores < settings.floor.to(scores.dtype)[:, None], -math.inf)
-    weights: Tensor = scores.exp()
-    return weights

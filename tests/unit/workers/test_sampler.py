@@ -17,8 +17,9 @@ from transformers import TopPLogitsWarper as TransformersTopP
 from cluster.spec.sampling import Sampling
 from workers import device
 from workers.device import CPU, GPU
-from workers.engine import sampler
-from workers.engine.sampler import DrawSettings, key_of, win_race
+from workers.engine import sampler, token_race
+from workers.engine.sampler import DrawSettings
+from workers.engine.token_race import key_of, win_race
 
 VOCAB_SIZE = 40
 NUM_DRAWS = 4000
@@ -68,25 +69,26 @@ def test_samples_follow_the_likelihoods_of_transformers(name: str) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@example(top_k=5, top_p=0.5, levels=3, num_ranked=3, seed=2)
+@example(top_k=5, top_p=0.5, levels=3, num_ranked=(3, 5), seed=2)
 @given(
     top_k=st.sampled_from([0, 2, 5, 39, 40, 100]),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
     levels=st.sampled_from([3, 1000]),
-    num_ranked=st.integers(1, VOCAB_SIZE),
+    num_ranked=st.tuples(st.integers(1, VOCAB_SIZE), st.integers(1, VOCAB_SIZE)),
     seed=st.integers(0, 99),
 )
 def test_filtered_tokens_equal_a_full_ranking(
-    top_k: int, top_p: float, levels: int, num_ranked: int, seed: int
+    top_k: int, top_p: float, levels: int, num_ranked: tuple[int, int], seed: int
 ) -> None:
     """The result does not depend on how many tokens are sorted at first, even with many ties."""
     scores = (some_logits(4, seed) * levels).round() / levels
     scores -= scores.amax(dim=-1, keepdim=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "_NUM_RANKED", num_ranked)
+        patch.setattr(sampler, "_FIRST_ON_CPU", num_ranked[0])
+        patch.setattr(sampler, "_NUM_RANKED", num_ranked[1])
         rows = [Sampling(temperature=1.0, top_k=top_k, top_p=top_p)] * 4
         asked = DrawSettings.of(rows, range(4), range(4), VOCAB_SIZE, CPU)
-        kept = sampler.keep_likeliest(scores, asked) > -torch.inf
+        kept = scores >= sampler.least_likely(scores, asked)[:, None]
     for row in range(4):
         ranked = sorted(scores[row].double().tolist(), reverse=True)[: top_k or None]
         mass, total, least = 0.0, sum(map(math.exp, ranked)), ranked[0]
@@ -208,18 +210,20 @@ def test_sampled_tokens_are_copied_to_the_host_immediately(monkeypatch: pytest.M
 
 
 LARGE_VOCAB_SIZE, NUM_ROWS = 4096, 1000
+NO_LIMITS = torch.full((NUM_ROWS,), -torch.inf)
 KEYS = [14254637482812893, -1480008243099856307, -3623035752330704935]
 
 
 def exponentials(seed: int, num_rows: int = NUM_ROWS, vocab_size: int = LARGE_VOCAB_SIZE) -> torch.Tensor:
-    return sampler._exponentials(torch.tensor([key_of(seed, position) for position in range(num_rows)]), vocab_size)
+    keys = torch.tensor([key_of(seed, position) for position in range(num_rows)])
+    return token_race._exponentials(keys[:, None] + token_race._steps(vocab_size, keys.device))
 
 
 def test_the_bits_equal_splitmix64() -> None:
     """The expected bits come from plain Python arithmetic."""
     mask = (1 << 64) - 1
     key = key_of(7, 3)
-    for token_id, found in enumerate(sampler._exponentials(torch.tensor([key]), 50)[0].tolist()):
+    for token_id, found in enumerate(exponentials(7, 4, 50)[3].tolist()):
         bits = (key + (token_id + 1) * 0x9E3779B97F4A7C15) & mask
         bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & mask
         bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & mask
@@ -248,17 +252,41 @@ def test_no_clock_stands_still_or_rings_at_once() -> None:
     times = exponentials(3)
     assert (times > 0).all()
     assert times.isfinite().all()
-    ends = torch.tensor([0.0, 1.0]).clamp(sampler._LEAST, sampler._MOST).neg().log1p().neg()
+    ends = torch.tensor([0.0, 1.0]).clamp(token_race._LEAST, token_race._MOST).neg().log1p().neg()
     assert (ends > 0).all()
     assert ends.isfinite().all()
 
 
 def test_only_tokens_with_weight_win() -> None:
-    weights = torch.zeros(NUM_ROWS, LARGE_VOCAB_SIZE)
-    weights[:, [5, 4000]] = torch.tensor([1e-30, 2e-30])
-    winners = win_race(weights, torch.tensor([key_of(1, position) for position in range(NUM_ROWS)]))
+    scores = torch.full((NUM_ROWS, LARGE_VOCAB_SIZE), -torch.inf)
+    scores[:, [5, 4000]] = torch.tensor([1e-30, 2e-30]).log()
+    winners = win_race(scores, NO_LIMITS, torch.tensor([key_of(1, position) for position in range(NUM_ROWS)]))
     assert set(winners.tolist()) == {5, 4000}
     assert abs((winners == 4000).double().mean().item() - 2 / 3) < 0.08
+
+
+@settings(max_examples=30)
+@given(st.lists(st.sampled_from([-math.inf, -4.0, -2.0, -1.0, 0.0]), min_size=1, max_size=6), st.integers(0, 99))
+def test_a_limit_changes_no_time(least: list[float], seed: int) -> None:
+    """The tokens that can be sampled race as they would among all others."""
+    scores = some_logits(len(least), seed)
+    scores -= scores.amax(dim=-1, keepdim=True)
+    limits, keys = torch.tensor(least), torch.tensor([key_of(seed, position) for position in range(len(least))])
+    can_be_sampled = scores >= limits[:, None]
+    earliness = scores.exp() / exponentials(seed, len(least), VOCAB_SIZE)
+    expected = earliness.masked_fill(~can_be_sampled, 0.0).argmax(dim=-1)
+    assert win_race(scores, limits, keys).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_logits_that_are_not_numbers_have_a_winner(name: str) -> None:
+    """Their requests fail, and the others of the batch do not."""
+    logits, row = some_logits(3), replace(FILTERS[name], seed=1)
+    expected = draw(logits, [row] * 3, range(3))
+    logits[1] = math.nan
+    first, second, third = draw(logits, [row] * 3, range(3))
+    assert [first, third] == expected[::2]
+    assert 0 <= second < VOCAB_SIZE
 
 
 def test_rounding_changes_tokens_as_rarely_as_likelihoods() -> None:
@@ -267,6 +295,7 @@ def test_rounding_changes_tokens_as_rarely_as_likelihoods() -> None:
     logits = torch.randn(NUM_ROWS, LARGE_VOCAB_SIZE, generator=generator)
     change = 1e-3
     keys = torch.tensor([key_of(5, position) for position in range(NUM_ROWS)])
-    kept = [win_race((logits + change * torch.randn(logits.shape, generator=generator)).exp(), keys) for _ in range(5)]
+    changes = (change * torch.randn(logits.shape, generator=generator) for _ in range(5))
+    kept = [win_race(logits + each, NO_LIMITS, keys) for each in changes]
     num_changed = sum(int((one != two).sum()) for one, two in pairwise(kept))
     assert num_changed < 4 * NUM_ROWS * change * 4

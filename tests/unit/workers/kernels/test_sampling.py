@@ -15,8 +15,9 @@ from cluster.spec.sampling import Sampling
 from tests.fakes.devices import kernels_on_cpu, use_meta_device
 from tests.unit.workers.test_sampler import FILTERS, VOCAB_SIZE
 from workers.device import device_of
-from workers.engine import logits_processors, sampler
-from workers.engine.sampler import DrawSettings, key_of, ranked_cutoffs
+from workers.engine import logits_processors, sampler, token_race
+from workers.engine.sampler import DrawSettings, ranked_cutoffs
+from workers.engine.token_race import key_of
 from workers.kernels import sampling
 
 CHOSEN = st.builds(
@@ -67,16 +68,18 @@ def test_rows_without_sampling_are_unchanged() -> None:
 @settings(max_examples=25)
 @given(st.sampled_from([1, 100, 4096, 9000]), st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=3))
 def test_the_same_clock_rings_first(vocab_size: int, keys: list[int]) -> None:
-    weights = torch.rand(len(keys), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
-    weights.masked_fill_(weights < 0.3, 0.0)[:, -1] = 1.0
+    scores = torch.rand(len(keys), vocab_size, generator=torch.Generator().manual_seed(vocab_size)).log()
+    scores[:, -1] = 0.0
+    least = torch.tensor([-math.inf, math.log(0.3), -math.inf])[: len(keys)]
+    weights = scores.masked_fill(scores < least[:, None], -math.inf).exp()
     found = sampling.win_race(weights, torch.tensor(keys))
-    assert found.tolist() == sampler.win_race(weights, torch.tensor(keys)).tolist()
+    assert found.tolist() == token_race.win_race(scores, least, torch.tensor(keys)).tolist()
 
 
 def test_clocks_are_as_exact_near_their_ends() -> None:
     """A race between one token and one with a known time reveals each time to a few parts in a million."""
     keys = torch.tensor([key_of(seed, 0) for seed in range(100)])
-    times = sampler._exponentials(keys, 2)
+    times = token_race._exponentials(keys[:, None] + token_race._steps(2, keys.device))
     for share, winner in ((1 - 4e-6, 0), (1 + 4e-6, 1)):
         weights = torch.stack([times[:, 0], times[:, 1] * share], dim=1)
         assert (sampling.win_race(weights, keys) == winner).all()
