@@ -30,9 +30,12 @@ def _num_weights(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int
     numbers = num_tables * model.config.vocab_size * model.config.hidden_size / tp
     copies = head_copies((group.num_heads for group in model.geometry.groups), tp)
     layers = stage_layers(model.config.num_layers, pool.parallel.pp, stage)
+    # The matrices that expand latents, at 2 FLOPs per element, are also kept rearranged.
+    expand_flops = model.config.attention.cost(model.config.hidden_size).expand_flops
+    rearranged = expand_flops / 2 if _is_rearranged(config, model) else 0
     for layer in layers:
         cost = model.config.layer_costs[layer]
-        attention = (cost.queries + cost.kv * copies) / tp + cost.whole
+        attention = (cost.queries + rearranged + cost.kv * copies) / tp + cost.whole
         numbers += attention + cost.dense / (dp * tp) + cost.experts * moe_dp / (dp * cp * tp)
     shared = num_projections(pool.linear_shards, pool, model, len(layers))
     return numbers + shared - num_projections(None, pool, model, len(layers))
@@ -52,8 +55,12 @@ def num_projections(shards: LinearShards | None, pool: Pool, model: ModelFacts, 
 def _num_tables(config: DeployConfig, model: ModelFacts, *, is_first: bool, is_last: bool) -> int:
     """Count embedding tables: tied ones in one stage count once, unless a CPU rearranges a bf16 copy for the output."""
     is_one = is_first and is_last and model.config.tie_word_embeddings
-    is_rearranged = config.resources.device is Device.CPU and model.dtype == "bfloat16"
-    return 1 if is_one and not is_rearranged else is_first + is_last
+    return 1 if is_one and not _is_rearranged(config, model) else is_first + is_last
+
+
+def _is_rearranged(config: DeployConfig, model: ModelFacts) -> bool:
+    """Return whether a CPU rearranges matrices for products, as far as it has instructions for bf16."""
+    return config.resources.device is Device.CPU and model.dtype == "bfloat16"
 
 
 def expected_memory(config: DeployConfig, pool: Pool, model: ModelFacts) -> GpuMemory:

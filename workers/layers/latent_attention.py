@@ -24,7 +24,7 @@ from workers.layers.attention_config import LatentAttentionConfig
 from workers.layers.config import RopeConfig
 from workers.layers.indexer import Indexer
 from workers.layers.linear import FusedLinear, RMSNorm
-from workers.layers.matmul import multiply
+from workers.layers.matmul import PackedMatrix, can_multiply_groups, multiply, multiply_groups, packed
 from workers.layers.projections import Projections, SplitLinear
 from workers.layers.rotary import Rotation, in_pairs, score_factor
 from workers.layers.shard import ShardedLayer, WeightShard, even_shard, replicated
@@ -43,6 +43,18 @@ class LatentHeads(ShardedLayer):
         self._config, head_size = config, config.plain_dim + config.value_dim
         shape = (self._rows.size // head_size, head_size, config.kv_rank)
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+        self._absorbing: list[PackedMatrix] = []
+        self._valuing: list[PackedMatrix] = []
+        """Each head's K_h^T and V_h, packed. Empty if there is nothing to gain."""
+
+    def pack(self) -> None:
+        """Rearrange each head's matrices for ``absorb`` and ``values``, whose products take torch long on CPUs."""
+        for matrices in self.weight:
+            keys, values = matrices.split_with_sizes((self._config.plain_dim, self._config.value_dim))
+            absorbing, valuing = packed(keys.T.contiguous()), packed(values)
+            if isinstance(absorbing, PackedMatrix) and isinstance(valuing, PackedMatrix):
+                self._absorbing.append(absorbing)
+                self._valuing.append(valuing)
 
     def expand(self, rows: Tensor, *index: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Map stored rows [n, 1, kv_rank + rope_dim] to K [n, heads, head_dim] and V [n, heads, value_dim].
@@ -59,17 +71,26 @@ class LatentHeads(ShardedLayer):
         """Map queries [n, heads, head_dim] to queries of stored rows [n, heads, kv_rank + rope_dim]."""
         config = self._config
         plain, rotated = q.split_with_sizes((config.plain_dim, config.rope_dim), -1)
-        latent = torch.bmm(plain.transpose(0, 1), self.weight[:, : config.plain_dim])
-        return torch.cat((latent.transpose(0, 1), rotated), dim=-1)
+        latent = _multiply_heads(plain, self.weight[:, : config.plain_dim], self._absorbing)
+        return torch.cat((latent, rotated), dim=-1)
 
     def values(self, latents: Tensor) -> Tensor:
         """Map sums of latents [n, heads, kv_rank] to sums of values [n, heads, value_dim], contiguous."""
         matrices = self.weight[:, self._config.plain_dim :].transpose(1, 2)
-        return torch.bmm(latents.transpose(0, 1), matrices).transpose(0, 1).contiguous()
+        return _multiply_heads(latents, matrices, self._valuing).contiguous()
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         rank = replicated(self._config.kv_rank)
         yield "weight", WeightShard(self.weight.flatten(0, 1), (self._rows, rank))
+
+
+def _multiply_heads(x: Tensor, matrices: Tensor, packs: list[PackedMatrix]) -> Tensor:
+    """Multiply x [n, heads, inputs] by each head's matrix [heads, inputs, outputs], or by the same one packed."""
+    num_rows, by_head = len(x), x.transpose(0, 1)
+    if not num_rows or not packs or not can_multiply_groups(packs, num_rows):
+        return torch.bmm(by_head, matrices).transpose(0, 1)
+    products = multiply_groups(by_head.flatten(0, 1), packs, [num_rows] * len(packs))
+    return products.view(len(packs), num_rows, -1).transpose(0, 1)
 
 
 class LatentAttention(nn.Module):

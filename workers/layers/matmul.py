@@ -84,17 +84,24 @@ class PackedMatrix:
         return product
 
 
-def multiply_groups(library: Library, x: Tensor, matrices: Sequence[PackedMatrix], counts: Sequence[int]) -> Tensor:
+def can_multiply_groups(matrices: Sequence[PackedMatrix], most_rows: int) -> bool:
+    """Return whether ``multiply_groups`` takes groups of up to ``most_rows`` rows. The matrices have one shape."""
+    native = matrices[0].native
+    return native is not None and most_rows <= native.most_rows
+
+
+def multiply_groups(x: Tensor, matrices: Sequence[PackedMatrix], counts: Sequence[int]) -> Tensor:
     """Multiply each group of adjacent rows of ``x [R, inputs]`` by its own matrix with native code.
 
     The matrices have one shape, and ``counts`` are the numbers of their rows.
     """
-    groups = list[WeightRows]()
+    native, groups = matrices[0].native, list[WeightRows]()
+    assert native is not None, "native code does not multiply by these matrices"
     for matrix, num_rows in zip(matrices, counts, strict=True):
         if num_rows:
             assert matrix.blocks is not None, "native code does not know the layout"
             groups.append(WeightRows(matrix.address, matrix.blocks, num_rows))
-    return library.grouped_linear(x, groups, matrices[0].shape[0])
+    return native.library.grouped_linear(x, groups, matrices[0].shape[0])
 
 
 Matrix = Tensor | Fp8Matrix | PackedMatrix

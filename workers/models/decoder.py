@@ -10,7 +10,7 @@ from workers.layers.attention import Attention, AttentionContext, take
 from workers.layers.attention_config import LatentAttentionConfig
 from workers.layers.config import MoeConfig
 from workers.layers.feed_forward import Experts, GatedMLP, MoeBlock
-from workers.layers.latent_attention import LatentAttention
+from workers.layers.latent_attention import LatentAttention, LatentHeads
 from workers.layers.linear import Embedding, LinearLayer, RMSNorm
 from workers.layers.matmul import PackedMatrix
 from workers.layers.projections import Projections, make_projections
@@ -176,7 +176,7 @@ class DecoderModel(nn.Module):
     def pack(self) -> None:
         """Rearrange loaded weights for speed, and in host memory, put them into huge pages."""
         for module in self.modules():
-            if isinstance(module, LinearLayer | Experts):
+            if isinstance(module, LinearLayer | Experts | LatentHeads):
                 module.pack()
         if self.is_last:
             self.lm_head.pack(is_read=self.is_first and self.config.tie_word_embeddings)

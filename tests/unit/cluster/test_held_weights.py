@@ -116,3 +116,15 @@ def test_the_fullest_rank_holds_what_was_expected(
     stages = {rank.pp: rank.global_rank for rank in reversed(positions(parallel))}
     held = max(held_bytes(config, parallel, rank, deploy.prefill.linear_shards) for rank in stages.values())
     assert weights_gib(deploy, deploy.prefill, facts) * GIB == pytest.approx(held, rel=1e-9)
+
+
+def test_a_cpu_also_keeps_matrices_that_expand_latents_rearranged(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(LATENT | {"dtype": "bfloat16"}))
+    held = []
+    for resources in ("{device: cpu}", "{device: cuda, gpu_memory_gib: 80}"):
+        deploy = parse_config(f"model: {{path: {folder}}}\nresources: {resources}", "f.yaml")
+        facts = read_model(deploy)
+        assert isinstance(facts, ModelFacts)
+        held.append(weights_gib(deploy, deploy.decode, facts) * GIB)
+    layers, heads, head_size, rank = 5, 24, 128 + 128, 512
+    assert held[0] - held[1] == 2 * layers * heads * head_size * rank

@@ -20,6 +20,7 @@ from workers.engine.native_kernels import use_native_products
 from workers.engine.weights import load_model
 from workers.expert_parallel.token_dispatcher import RoutedTokens
 from workers.layers.feed_forward import Experts
+from workers.layers.latent_attention import LatentAttention
 from workers.layers.matmul import NativeProducts, PackedMatrix, _find_blocks, multiply_groups, packed
 from workers.layers.shard import even_shard
 from workers.native.library import BLOCK_WIDTHS, Library
@@ -115,9 +116,11 @@ def test_parts_need_no_memory_if_native_code_multiplies_all_rows(
 @pytest.mark.parametrize("counts", [[0, 0], [3, 0, 1], [130, 2, 9]])
 def test_groups_of_rows_have_weights_of_their_own(library: Library, counts: list[int]) -> None:
     matrices, x = [pack(draw(seed, 100, 40)) for seed in range(len(counts))], draw(7, sum(counts), 41)[:, 1:]
+    for matrix in matrices:
+        matrix.native = NativeProducts(library, sys.maxsize)
     rows = torch.split(x, counts)
     alone = [matrix.multiply_natively(library, part) for matrix, part in zip(matrices, rows, strict=True)]
-    assert torch.equal(multiply_groups(library, x, matrices, counts), torch.cat(alone))
+    assert torch.equal(multiply_groups(x, matrices, counts), torch.cat(alone))
 
 
 @pytest.mark.parametrize("width", [32, 31], ids=["even", "odd"])
@@ -141,6 +144,26 @@ def test_native_experts(library: Library, monkeypatch: pytest.MonkeyPatch, width
         monkeypatch.setattr(library, "grouped_linear", linear)
         torch.testing.assert_close(experts(routed), each)
         assert linear.call_count == (2 if num_tokens <= 40 and width == 32 else 0)
+
+
+def test_native_heads_of_latents(library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = load_model(make_checkpoint(tmp_path, "deepseek_v3", dtype=torch.bfloat16)).layers["0"].self_attn
+    assert isinstance(layer, LatentAttention)
+    heads, config = layer.kv_b, layer._config
+    matrices = [*heads._absorbing, *heads._valuing]
+    assert len(matrices) == 2 * config.num_heads
+    linear = Mock(wraps=library.grouped_linear)
+    monkeypatch.setattr(library, "grouped_linear", linear)
+    for num_rows in (0, 1, 5, 40):
+        queries = draw(num_rows, num_rows, config.num_heads, config.head_dim)
+        latents = draw(num_rows + 1, num_rows, config.num_heads, config.kv_rank)
+        for matrix in matrices:
+            matrix.native = None
+        with_torch = heads.absorb(queries), heads.values(latents)
+        for matrix in matrices:
+            matrix.native = NativeProducts(library, 5)
+        torch.testing.assert_close((heads.absorb(queries), heads.values(latents)), with_torch)
+    assert linear.call_count == 2 * len([1, 5])
 
 
 def test_threads_share_a_large_weight(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
