@@ -1,6 +1,6 @@
 """Bytes that the workers of a prefill replica receive from each other in one layer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cluster.planner.model import ModelFacts, prefill_shape
 from cluster.spec.config import DeployConfig
@@ -71,6 +71,6 @@ def _strategy(setting: StrategySetting) -> Strategy:
 
 def _context_bytes(config: DeployConfig, shards: ShardPlan, shape: ModelShape) -> float:
     """Return the bytes that CP ranks exchange, in ring mode those of the cheaper passing."""
-    prefill, shape = config.prefill, replace(shape, weight_bytes=0)
+    prefill = config.prefill
     passings = prefill.passing.candidates if prefill.ownership is KvOwnership.SHARDED else (None,)
     return min(sum(received_bytes(shards, shape, passing)) for passing in passings)

@@ -111,11 +111,16 @@ def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: P
     compute_s = max(_rank_s(work, shape, rates) for work in works)
     hideable_s = compute_s / len(exchanged) if exchanged else 0.0
     layer_s = compute_s + sum(_exposed_s(num_bytes, hideable_s, rates) for num_bytes in exchanged)
-    layer_s += _experts_s(plan, shape, rates)
+    experts_s, dispatched_s = _experts_s(plan, shape, rates)
+    layer_s += experts_s + dispatched_s
+    # Weights have a whole layer to arrive, except while tokens travel.
+    weights = [shape.weight_bytes] if shape.weight_bytes else []
+    idle_s = max(0.0, layer_s - dispatched_s - sum(_exchange_s(num_bytes, rates) for num_bytes in exchanged))
+    layer_s += sum(_exposed_s(num_bytes, idle_s, rates) for num_bytes in weights)
     last_s = layer_s
     if passing is not Passing.PASS_Q:
         last_s = max(_kv_s(work, shape, rates) for work in works)
-        last_s += sum(_exposed_s(num_bytes, 0.0, rates) for num_bytes in exchanged)
+        last_s += sum(_exposed_s(num_bytes, 0.0, rates) for num_bytes in [*exchanged, *weights])
     join_s = 0.0 if plan.is_replicated else rates.exchange_s
     return rates.step_s + (shape.num_layers - 1) * layer_s + last_s + join_s
 
@@ -160,18 +165,18 @@ def _rank_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
     )
 
 
-def _experts_s(plan: ShardPlan, shape: ModelShape, rates: Rates) -> float:
-    """Return the time of an average layer's experts, and of the exchange of tokens, which nothing hides.
+def _experts_s(plan: ShardPlan, shape: ModelShape, rates: Rates) -> tuple[float, float]:
+    """Return the time of an average layer's experts, and that of the exchange of tokens, which nothing hides.
 
     All DP ranks are expected to compute the same step.
     """
     experts = shape.experts
     if experts is None:
-        return 0.0
+        return 0.0, 0.0
     lens = plan.lens[:1] if plan.is_replicated and experts.dp == 1 else plan.lens * experts.dp
     compute_s = experts.tokens_per_shard(lens) * shape.expert_flops / rates.linear_flops_per_s
     fixed_s, moved_s = dispatch_s(experts.traffic(lens), rates)
-    return compute_s + shape.expert_share * (fixed_s + moved_s)
+    return compute_s, shape.expert_share * (fixed_s + moved_s)
 
 
 def dispatch_s(traffic: ExpertTraffic, rates: Rates) -> tuple[float, float]:
@@ -250,10 +255,8 @@ def _work_of_all_keys(
 
 
 def received_bytes(plan: ShardPlan, shape: ModelShape, passing: Passing | None = None) -> Iterator[float]:
-    """Yield the bytes that one rank receives in each CP collective of a layer."""
+    """Yield the bytes of tokens that one rank receives in each CP collective of a layer."""
     others, prefix = plan.cp - 1, sum(plan.prefix_lens)
-    if shape.weight_bytes:
-        yield shape.weight_bytes
     if passing is Passing.PASS_KV:
         rows = prefix / plan.cp + (0 if plan.is_replicated else plan.padded_len)
         yield from [rows * shape.kv_row_bytes] * (others if rows else 0)
@@ -271,5 +274,9 @@ def received_bytes(plan: ShardPlan, shape: ModelShape, passing: Passing | None =
 
 def _exposed_s(num_bytes: float, hideable_s: float, rates: Rates) -> float:
     """Return the part of a collective's time that does not overlap with ``hideable_s`` seconds of computation."""
-    exchange_s = rates.exchange_s + num_bytes / rates.exchange_bytes_per_s
+    exchange_s = _exchange_s(num_bytes, rates)
     return exchange_s - min(exchange_s * rates.hidden_share, hideable_s)
+
+
+def _exchange_s(num_bytes: float, rates: Rates) -> float:
+    return rates.exchange_s + num_bytes / rates.exchange_bytes_per_s

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.spec.config import ParallelConfig
 from cluster.spec.step_messages import ScheduledRequest
-from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
+from cluster.spec.strategy import CpMode, MoeDispatch, Passing, PassingSetting, Strategy, StrategySetting
 from tests.fakes.steps import requests_of
 from workers.attention.runs import Run
 from workers.context_parallel import cost_model, strategy_chooser
@@ -15,6 +16,7 @@ from workers.context_parallel.chunk_sizes import even_chunk
 from workers.context_parallel.cost_model import TILE, ModelShape, Rates, computed_pairs, estimate_step_s
 from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan, make_step_shape
 from workers.context_parallel.strategy_chooser import MIN_GAIN, StrategyChoice, StrategyChooser, undivided
+from workers.expert_parallel.dispatch_cost import BlockShape, ExpertExchange
 
 SHAPE = ModelShape(
     num_layers=8,
@@ -25,6 +27,15 @@ SHAPE = ModelShape(
     q_row_bytes=1024,
     partial_row_bytes=2048,
 )
+EXPERTS = ExpertExchange(
+    block=BlockShape.of(ParallelConfig(cp=8, ep=8), top_k=2, reach=1.0),
+    dp=1,
+    dispatch=MoeDispatch.GATHER,
+    waits_for_counts=False,
+    row_bytes=0,
+    sum_bytes=0,
+)
+"""Experts on eight ranks, with tokens too small to take time to send."""
 RATES = Rates()
 PASSINGS = st.none() | st.sampled_from(Passing)
 LENS = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), max_size=6)
@@ -293,6 +304,23 @@ def test_weights_of_other_ranks_delay_a_step_as_far_as_no_work_hides_them(strate
     # Nothing hides transfers in the last layer.
     assert added_s(9000, hidden) == pytest.approx(layer_s)
     assert layer_s < added_s(20, hidden) <= SHAPE.num_layers * layer_s
+
+
+@pytest.mark.parametrize("experts", [None, EXPERTS])
+@pytest.mark.parametrize("passing", [None, Passing.PASS_KV])
+def test_weights_have_a_whole_layer_to_arrive(passing: Passing | None, experts: ExpertExchange | None) -> None:
+    """They arrive while keys circulate among many ranks, and while experts compute."""
+    shape = dataclasses.replace(SHAPE, expert_flops=6_000_000, expert_share=1.0, experts=experts)
+    rates = dataclasses.replace(RATES, exchange_s=0.0, exchange_bytes_per_s=1e10, hidden_share=1.0)
+
+    def step_s(weights_s: float) -> float:
+        weights = dataclasses.replace(shape, weight_bytes=round(weights_s * rates.exchange_bytes_per_s))
+        return estimate(Strategy.ZIGZAG, [9000], [0], 8, rates, weights, passing)
+
+    weights_s = 0.8 * step_s(0.0) / SHAPE.num_layers
+    # Nothing hides transfers in the last layer.
+    assert step_s(weights_s) - step_s(0.0) == pytest.approx(weights_s)
+    assert step_s(10 * weights_s) > 10 * weights_s * SHAPE.num_layers
 
 
 def test_communication_that_is_not_overlapped_uses_one_call() -> None:
