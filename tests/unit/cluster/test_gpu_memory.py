@@ -1,6 +1,7 @@
 """GPU memory left for pages: the arithmetic, and the planner's estimates for known models."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,20 @@ def test_committed_topologies_hold_their_models(
         gpu = GpuMemory(**kv["gpu"])
         assert gpu.left == pytest.approx(left, abs=1)
         assert kv["pool_bytes"] == pytest.approx(gpu.left * GIB, rel=0.01)
+
+
+@pytest.mark.parametrize("shape", [GLM_DSA, {key: GLM_DSA[key] for key in GLM_DSA if key != "indexer_types"}])
+def test_decode_without_stages_holds_the_requests_that_the_file_says(
+    baton: RunBaton, tmp_path: Path, shape: dict[str, Any]
+) -> None:
+    """In GLM-5, unlike in GLM-5.2, every layer has an indexer."""
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    file = DEPLOY / "h200-4x8-glm.yaml"
+    thousands = re.findall(r"requests of up to (\d+)K tokens", file.read_text())
+    settings = (f"model.max_context={thousands[0]}000", "decode.replicas=2", "decode.parallel.pp=1")
+    options = [option for setting in settings for option in ("--set", setting)]
+    code, out, err = baton("plan", str(file), "--model", str(tmp_path), *options)
+    assert (code, err) == (0, ""), out
 
 
 def test_the_tables_show_the_arithmetic(baton: RunBaton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
