@@ -67,6 +67,11 @@ def _weight_files(folder: Path) -> list[Path]:
 @contextmanager
 def _open_tensors(file: Path) -> Iterator[Any]:
     try:
+        # safetensors says of any file that it cannot open that there is none.
+        file.open("rb").close()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except SafetensorError as error:

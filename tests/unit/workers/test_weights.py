@@ -219,6 +219,10 @@ def test_damaged_absent_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is damaged"):
         load_model(folder)
     (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: Is a directory$"):
+        load_model(folder)
+    (folder / "model.safetensors").rmdir()
     with pytest.raises(CheckpointError, match=r"contains no weights.*index.json$"):
         load_model(folder)
     (folder / "pytorch_model.bin").touch()
