@@ -226,15 +226,26 @@ def _read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[s
         paths = {"default": path} | {other.stem: other for other in others}
         return {name: each.read_text(encoding="utf-8") for name, each in paths.items()}
     given = _read_json(folder / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
-    if isinstance(given, list):
-        return {entry["name"]: entry["template"] for entry in given}
-    assert given is None or isinstance(given, str)
-    return {} if given is None else {"default": given}
+    entries = [] if given is None else given if isinstance(given, list) else [{"name": "default", "template": given}]
+    templates: dict[str, str] = {}
+    for entry in entries:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                templates[name] = template
+            case _:
+                raise UserError(f"{folder}: chat_template is {given!r}; allowed: a text, or names with templates")
+    return templates
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    given = {name: config[name] for name in _SPECIAL_TOKENS if config.get(name) is not None}
-    return {name: token if isinstance(token, str) else token["content"] for name, token in given.items()}
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        match config.get(name):
+            case str(token) | {"content": str(token)}:
+                tokens[name] = token
+            case other if other is not None:
+                raise UserError(f"{name} in tokenizer_config.json is {other!r}; allowed: a text, or its content")
+    return tokens
 
 
 def _read_json(path: Path) -> dict[str, Any]:

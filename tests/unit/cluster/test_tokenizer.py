@@ -172,10 +172,27 @@ class TestTemplates:
         with pytest.raises(UserError, match="chat template is not valid"):
             self.render(tmp_path, "{% for %}")
 
+    @pytest.mark.parametrize(
+        "given", [3, {"default": "D"}, [None], [{"name": "default"}], [{"name": 1, "template": 2}]]
+    )
+    def test_a_template_that_is_no_text_is_refused(self, tmp_path: Path, given: object) -> None:
+        write_json(write_model_folder(tmp_path) / "tokenizer_config.json", {"chat_template": given})
+        with pytest.raises(UserError, match=r": chat_template is .*; allowed: a text, or names with templates$"):
+            Tokenizer(tmp_path)
+
     def test_no_template(self, tmp_path: Path) -> None:
         tokenizer = Tokenizer(write_model_folder(tmp_path, template=None))
         with pytest.raises(UserError, match="this model has no chat template"):
             tokenizer.apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize("given", [5, ["</s>"], {}, {"content": None}])
+def test_a_special_token_that_is_no_text_is_refused(tmp_path: Path, given: object) -> None:
+    write_json(write_model_folder(tmp_path) / "tokenizer_config.json", {"eos_token": given})
+    with pytest.raises(
+        UserError, match=r"^eos_token in tokenizer_config\.json is .*; allowed: a text, or its content$"
+    ):
+        Tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("switches", [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}])
