@@ -112,13 +112,13 @@ def serve(
     served, workload, records = _measure(url, model, load, traced=trace_out is not None)
     report = summarize(records, goals)
     result = {"url": url, "model": served, "workload": workload.title, **dataclasses.asdict(report)}
-    if save is not None:
-        requests = [dataclasses.asdict(record) for record in records]
-        save.write_text(json.dumps(result | {"requests": requests}) + "\n", encoding="utf-8")
     if as_json:
         print(json.dumps(result))
     else:
         _print_report(f"{served}: {workload.title}", report)
+    if save is not None:
+        requests = [dataclasses.asdict(record) for record in records]
+        _write(save, f"{json.dumps(result | {'requests': requests})}\n".encode())
     if len(records) < len(workload.requests):
         fail(f"interrupted after {len(records)} of {len(workload.requests)} requests", 130)
     if report.completed == 0:
@@ -231,10 +231,18 @@ def _progress(num_requests: int, finished: list[RequestRecord]) -> Iterator[Call
 
 def _write_trace(url: str, record: RequestRecord, path: Path) -> None:
     try:
-        path.write_bytes(fetch_trace(url, record))
+        trace = fetch_trace(url, record)
     except (httpx.HTTPError, EndpointError) as error:
         fail(f"{url}: {error}")
+    _write(path, trace)
     print(f"trace: {path}; open it at https://ui.perfetto.dev", file=sys.stderr)
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:  # such as a full disk
+        fail(f"{path}: {error.strerror}")
 
 
 def _print_report(title: str, report: Report) -> None:

@@ -217,6 +217,13 @@ def test_a_run_that_fails_keeps_the_report_of_an_earlier_one(tmp_path: Path) -> 
     assert saved.read_text() == "earlier"
 
 
+@pytest.mark.parametrize("option", ["--save", "--trace-out"])
+def test_a_full_disk_costs_the_file_but_not_the_report(server: openai_server.FakeServer, option: str) -> None:
+    result = _bench("--url", server.url, "--num-requests", "2", option, "/dev/full")
+    assert (result.exit_code, "2 completed" in result.stdout) == (1, True)
+    assert result.stderr.splitlines()[-1] == "baton bench: /dev/full: No space left on device"
+
+
 def _chat(*arguments: str, typed: str = "") -> Result:
     return CliRunner().invoke(app, ["chat", *arguments], input=typed)
 
