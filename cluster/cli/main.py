@@ -1,5 +1,6 @@
 """The `baton` command line. User errors and errors of files are printed on stderr, in one line, with exit code 2."""
 
+import errno
 import importlib.util
 import signal
 import sys
@@ -28,9 +29,9 @@ def main() -> None:
         sys.stderr.write(f"{exc}\n")
         sys.exit(2)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        sys.stderr.write(f"{error.filename}: {error.strerror}\n")
+        sys.stderr.write(f"{error.filename or 'output'}: {error.strerror}\n")
         sys.exit(2)
     except KeyboardInterrupt:  # while importing
         sys.exit(128 + signal.SIGINT)

@@ -1,5 +1,6 @@
 """The plan and `baton plan`: contents, JSON, tables, and the errors for a bad file."""
 
+import io
 import json
 from pathlib import Path
 
@@ -270,6 +271,13 @@ def test_folder_without_a_model_leaves_kv_unknown(tmp_path: Path) -> None:
     plan = plan_of(f"model: {{path: {tmp_path}}}")
     assert plan.kv is None
     assert failed(plan) == {"the model's shape is known": f"{tmp_path} is not a model folder: it has no config.json"}
+
+
+def test_a_full_disk_is_reported_in_one_line(baton: RunBaton, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(full, write_through=True))
+        code, _, err = baton("plan")
+    assert (code, err) == (2, "output: No space left on device\n")
 
 
 def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
