@@ -57,6 +57,8 @@ EXPERTS: dict[str, Any] = {
 }
 WIDE: dict[str, Any] = {**LATENT, "intermediate_size": 1024, "num_attention_heads": 32, "num_key_value_heads": 32}
 """Sizes with which attention takes more memory than MLPs."""
+STORED: dict[str, Any] = {**WIDE, "kv_lora_rank": 256}
+"""Sizes with which queries of latents as stored take more memory than expanded keys."""
 INDEXED: dict[str, Any] = {**LATENT, "intermediate_size": 1024, "index_n_heads": 32, "index_head_dim": 128}
 """Sizes with which an indexer's queries take as much memory as attention."""
 SELECTING: dict[str, Any] = {
@@ -148,7 +150,7 @@ def _measure(folder: Path, settings: dict[str, Any], step: Step) -> list[dict[st
     [
         ("llama", GROUPED, BF16_CP),
         ("deepseek_v32", INDEXED, Step(dtype=torch.bfloat16, prefix_len=CHUNK)),
-        ("deepseek_v3", WIDE, SHORT_EXTENDS),
+        ("deepseek_v3", STORED, SHORT_EXTENDS),
         ("qwen3_moe", EXPERTS, Step(cp=2, ep=2)),
     ],
 )

@@ -262,10 +262,9 @@ class LatentAttentionConfig:
         return cost if self.indexer is None else self._with_selection(cost, self.indexer, hidden_size)
 
     def _absorbing(self, row_width: int) -> Activations:
-        """Return a token's queries before, while and after they are mapped to stored keys, and its rows."""
-        return Activations(
-            width=self.num_heads * (self.head_dim + self.kv_rank + self.stored_dim), whole_width=row_width
-        )
+        """Return a token's queries of stored keys, with those before or with the sums of latents, and its rows."""
+        width = self.num_heads * (self.stored_dim + max(self.head_dim, self.kv_rank))
+        return Activations(width=width, whole_width=row_width)
 
     def _with_selection(self, cost: AttentionCost, indexer: IndexerConfig, hidden_size: int) -> AttentionCost:
         # Either an indexer's products, and its keys as stored and in fp32, or rows as stored and in fp32, and scores.

@@ -12,7 +12,7 @@ from workers.expert_parallel.token_dispatcher import NO_EXPERT, RoutedTokens, ma
 from workers.kernels.elementwise import elementwise_kernels
 from workers.layers.config import FEW_CHOICES, ExpertRouterConfig, MoeConfig
 from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear
-from workers.layers.matmul import PackedMatrix, can_multiply_groups, multiply, multiply_groups, packed
+from workers.layers.matmul import PackedMatrix, multiply, multiply_groups, packed
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.exchanges import Lens, TokenExchange
 from workers.parallel.model_groups import ModelGroups
@@ -159,8 +159,8 @@ class Experts(ShardedLayer):
         """
         if not isinstance(self.gate_up, list) or not isinstance(self.down, list):
             return None
-        most = max(counts)
-        if most > _MOST_TOGETHER or not all(can_multiply_groups(each, most) for each in (self.gate_up, self.down)):
+        native, most = self.gate_up[0].native, max(counts)
+        if native is None or self.down[0].native is None or most > min(native.most_rows, _MOST_TOGETHER):
             return None
         inner = gated(multiply_groups(hidden.index_select(0, tokens), self.gate_up, counts))
         return multiply_groups(inner, self.down, counts)

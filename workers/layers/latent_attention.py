@@ -24,7 +24,7 @@ from workers.layers.attention_config import LatentAttentionConfig
 from workers.layers.config import RopeConfig
 from workers.layers.indexer import Indexer
 from workers.layers.linear import FusedLinear, RMSNorm
-from workers.layers.matmul import PackedMatrix, can_multiply_groups, multiply, multiply_groups, packed
+from workers.layers.matmul import PackedMatrix, multiply, multiply_heads, packed
 from workers.layers.projections import Projections, SplitLinear
 from workers.layers.rotary import Rotation, in_pairs, score_factor
 from workers.layers.shard import ShardedLayer, WeightShard, even_shard, replicated
@@ -71,26 +71,32 @@ class LatentHeads(ShardedLayer):
         """Map queries [n, heads, head_dim] to queries of stored rows [n, heads, kv_rank + rope_dim]."""
         config = self._config
         plain, rotated = q.split_with_sizes((config.plain_dim, config.rope_dim), -1)
-        latent = _multiply_heads(plain, self.weight[:, : config.plain_dim], self._absorbing)
-        return torch.cat((latent, rotated), dim=-1)
+        absorbed = q.new_empty(*q.shape[:2], config.stored_dim)
+        latent, last = absorbed.split_with_sizes((config.kv_rank, config.rope_dim), -1)
+        _multiply_heads(plain, self.weight[:, : config.plain_dim], self._absorbing, latent)
+        last.copy_(rotated)
+        return absorbed
 
     def values(self, latents: Tensor) -> Tensor:
         """Map sums of latents [n, heads, kv_rank] to sums of values [n, heads, value_dim], contiguous."""
-        matrices = self.weight[:, self._config.plain_dim :].transpose(1, 2)
-        return _multiply_heads(latents, matrices, self._valuing).contiguous()
+        config = self._config
+        values = latents.new_empty(*latents.shape[:2], config.value_dim)
+        _multiply_heads(latents, self.weight[:, config.plain_dim :].transpose(1, 2), self._valuing, values)
+        return values
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         rank = replicated(self._config.kv_rank)
         yield "weight", WeightShard(self.weight.flatten(0, 1), (self._rows, rank))
 
 
-def _multiply_heads(x: Tensor, matrices: Tensor, packs: list[PackedMatrix]) -> Tensor:
-    """Multiply x [n, heads, inputs] by each head's matrix [heads, inputs, outputs], or by the same one packed."""
-    num_rows, by_head = len(x), x.transpose(0, 1)
-    if not num_rows or not packs or not can_multiply_groups(packs, num_rows):
-        return torch.bmm(by_head, matrices).transpose(0, 1)
-    products = multiply_groups(by_head.flatten(0, 1), packs, [num_rows] * len(packs))
-    return products.view(len(packs), num_rows, -1).transpose(0, 1)
+def _multiply_heads(x: Tensor, matrices: Tensor, packs: list[PackedMatrix], out: Tensor) -> None:
+    """Write products of x [n, heads, inputs] and matrices [heads, inputs, outputs] into out [n, heads, outputs]. If
+    native code multiplies by the packed matrices, it is faster for any number of rows.
+    """
+    if packs and packs[0].native is not None:
+        multiply_heads(x, packs, out)
+    else:
+        torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
 
 
 class LatentAttention(nn.Module):

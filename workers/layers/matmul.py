@@ -68,6 +68,11 @@ class PackedMatrix:
         part.native = self.native if part.blocks is not None else None
         return part
 
+    def rows_of(self, num_rows: int) -> WeightRows:
+        """Return this matrix as the one of a group of rows, for native code, which must know the layout."""
+        assert self.blocks is not None, "native code does not know the layout"
+        return WeightRows(self.address, self.blocks, num_rows)
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.native is not None and x.shape[0] <= self.native.most_rows:
             return self.multiply_natively(self.native.library, x, bias)
@@ -84,24 +89,26 @@ class PackedMatrix:
         return product
 
 
-def can_multiply_groups(matrices: Sequence[PackedMatrix], most_rows: int) -> bool:
-    """Return whether ``multiply_groups`` takes groups of up to ``most_rows`` rows. The matrices have one shape."""
-    native = matrices[0].native
-    return native is not None and most_rows <= native.most_rows
-
-
 def multiply_groups(x: Tensor, matrices: Sequence[PackedMatrix], counts: Sequence[int]) -> Tensor:
     """Multiply each group of adjacent rows of ``x [R, inputs]`` by its own matrix with native code.
 
     The matrices have one shape, and ``counts`` are the numbers of their rows.
     """
-    native, groups = matrices[0].native, list[WeightRows]()
+    groups = [matrix.rows_of(count) for matrix, count in zip(matrices, counts, strict=True) if count]
+    return _library_of(matrices).grouped_linear(x, groups, matrices[0].shape[0])
+
+
+def multiply_heads(x: Tensor, matrices: Sequence[PackedMatrix], out: Tensor) -> None:
+    """Write products of ``x [R, heads, inputs]`` into ``out [R, heads, outputs]`` with native code. Each head has a
+    matrix, and all matrices have one shape.
+    """
+    _library_of(matrices).linear_of_heads(x, [matrix.rows_of(len(x)) for matrix in matrices], out)
+
+
+def _library_of(matrices: Sequence[PackedMatrix]) -> Library:
+    native = matrices[0].native
     assert native is not None, "native code does not multiply by these matrices"
-    for matrix, num_rows in zip(matrices, counts, strict=True):
-        if num_rows:
-            assert matrix.blocks is not None, "native code does not know the layout"
-            groups.append(WeightRows(matrix.address, matrix.blocks, num_rows))
-    return native.library.grouped_linear(x, groups, matrices[0].shape[0])
+    return native.library
 
 
 Matrix = Tensor | Fp8Matrix | PackedMatrix

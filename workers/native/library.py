@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -109,7 +109,7 @@ class _Functions:
         self.store_kv = find("store_kv", *[_POINTER] * 2, *[_SIZE] * 7)
         is_there = hasattr(library, f"baton_linear_{suffix}")
         self.linear = find("linear", *[_POINTER] * 4, *[_SIZE] * 8) if is_there else None
-        self.grouped_linear = find("grouped_linear", *[_POINTER] * 3, *[_SIZE] * 6) if is_there else None
+        self.grouped_linear = find("grouped_linear", _POINTER, *[_SIZE] * 7) if is_there else None
 
 
 class Library:
@@ -291,20 +291,38 @@ class Library:
         out = x.new_empty(num_rows, num_outputs)
         pointers = (x.data_ptr(), address, None if bias is None else bias.data_ptr(), out.data_ptr())
         assert blocks.width in BLOCK_WIDTHS, f"blocks have {blocks.width} outputs"
-        self._share_products(function, (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), *blocks), x, out)
+        self._share_products(
+            function, (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), *blocks), x, out, num_rows
+        )
         return out
 
     def grouped_linear(self, x: Tensor, groups: Sequence[WeightRows], num_outputs: int) -> Tensor:
         """Return ``linear`` of each group of adjacent rows of ``x [R, inputs]`` with its own weight, without a bias."""
-        function = self._functions_for(x).grouped_linear
-        assert function is not None, "there is no such function for this CPU and dtype"
         assert sum(group.num_rows for group in groups) == len(x), f"{len(x)} rows for {groups}"
         out = x.new_empty(len(x), num_outputs)
-        fields = [field for address, blocks, num_rows in groups for field in (address, *blocks, num_rows)]
-        array = (ctypes.c_int64 * len(fields))(*fields)
-        given = (x.data_ptr(), array, out.data_ptr(), len(groups), x.shape[1], num_outputs, x.stride(0))
-        self._share_products(function, given, x, out)
+        firsts = accumulate((group.num_rows for group in groups), initial=0)
+        self._multiply_groups(x, groups, [(row * x.stride(0), row * num_outputs) for row in firsts][:-1], out)
         return out
+
+    def linear_of_heads(self, x: Tensor, weights: Sequence[WeightRows], out: Tensor) -> None:
+        """Write ``linear`` of ``x [R, heads, inputs]``, with a weight per head, into ``out [R, heads, outputs]``."""
+        assert out.stride(2) == 1, f"strides {out.stride()}"
+        offsets = [(head * x.stride(1), head * out.stride(1)) for head in range(x.shape[1])]
+        self._multiply_groups(x[:, 0], weights, offsets, out[:, 0])
+
+    def _multiply_groups(
+        self, x: Tensor, groups: Sequence[WeightRows], offsets: Sequence[tuple[int, int]], out: Tensor
+    ) -> None:
+        """Multiply groups of rows that begin at offsets, in elements, from ``x`` and ``out``."""
+        function = self._functions_for(x, out).grouped_linear
+        assert function is not None, "there is no such function for this CPU and dtype"
+        fields = list[int]()
+        for (address, (width, stride), num_rows), (x_offset, out_offset) in zip(groups, offsets, strict=True):
+            pointers = x.data_ptr() + x_offset * x.itemsize, address, out.data_ptr() + out_offset * out.itemsize
+            fields += [*pointers, width, stride, num_rows]
+        array = (ctypes.c_int64 * len(fields))(*fields)
+        given = (array, len(groups), x.shape[1], out.shape[1], x.stride(0), out.stride(0))
+        self._share_products(function, given, x, out, sum(group.num_rows for group in groups))
 
     def _norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor) -> None:
         num_rows, size = x.shape
@@ -334,12 +352,14 @@ class Library:
         else:
             run(partial(self._run_on_all, function, given, num_rows))
 
-    def _share_products(self, function: Callable[..., int], given: tuple[object, ...], x: Tensor, out: Tensor) -> None:
-        """Call ``function`` for all outputs of products of ``x [R, inputs]``, divided among the threads if many."""
+    def _share_products(
+        self, function: Callable[..., int], given: tuple[object, ...], x: Tensor, out: Tensor, num_rows: int
+    ) -> None:
+        """Call ``function`` for all outputs of ``num_rows`` rows like those of ``x``, divided among threads if many."""
         num_inputs, num_outputs = x.shape[1], out.shape[1]
         assert num_inputs % 2 == 0, f"{num_inputs} inputs do not form pairs"
         assert x.stride(1) == 1, f"strides {x.stride()}"
-        num_parts, size = -(-num_outputs // _OUTPUTS), _OUTPUTS * num_inputs * len(x)
+        num_parts, size = -(-num_outputs // _OUTPUTS), _OUTPUTS * num_inputs * num_rows
         self._share(function, given, num_parts, size, _LEAST_SHARED_PRODUCTS)
 
     def _run_on_all(self, function: Callable[..., int], given: tuple[object, ...], num_rows: int) -> None:

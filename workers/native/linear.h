@@ -13,6 +13,13 @@ constexpr int64_t kMostTogether = 6;    // Rows whose sums fit into registers.
 constexpr int64_t kDepth = 512;         // Inputs whose weights stay in the cache until all rows have met them.
 constexpr int64_t kRowsTogether = 120;  // Rows that share a read of the weights. Their sums stay in the cache.
 
+// Rows, their weight as in linear, and their products.
+struct Rows {
+  const Element *x, *weight;
+  Element* out;
+  int64_t width, block_stride, num_rows;
+};
+
 // Weights of kOutputs outputs: of each half of the outputs, pairs of inputs that are `pair_stride` elements apart.
 struct Outputs {
   const Element *first, *second;
@@ -83,6 +90,22 @@ void store_sums(const float* sums, const Element* bias, int64_t n, Element* out)
   }
 }
 
+// Compute products of `rows`, for outputs 64 * begin to 64 * end. A null bias counts as zero.
+void multiply_rows(const Rows& rows, const Element* bias, int64_t num_inputs, int64_t num_outputs, int64_t x_stride,
+                   int64_t out_stride, int64_t begin, int64_t end) {
+  float sums[kRowsTogether * kOutputs];
+  for (int64_t at = 0; at < rows.num_rows; at += kRowsTogether) {
+    const int64_t num_together = std::min(rows.num_rows - at, kRowsTogether);
+    for (int64_t first = begin * kOutputs; first < end * kOutputs; first += kOutputs) {
+      const Outputs weights = outputs_from(first, rows.weight, num_outputs, rows.width, rows.block_stride);
+      sum_products(rows.x + at * x_stride, x_stride, weights, num_together, num_inputs, sums);
+      for (int64_t row = 0; row < num_together; ++row)
+        store_sums(sums + row * kOutputs, bias ? bias + first : nullptr, num_outputs - first,
+                   rows.out + (at + row) * out_stride + first);
+    }
+  }
+}
+
 }  // namespace
 
 // Compute x [num_rows, num_inputs] @ weight.T + bias, or without a bias if it is null, for outputs 64 * begin to
@@ -92,32 +115,13 @@ void store_sums(const float* sums, const Element* bias, int64_t n, Element* out)
 extern "C" void EXPORT(linear)(const Element* x, const Element* weight, const Element* bias, Element* out,
                                int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int64_t x_stride,
                                int64_t width, int64_t block_stride, int64_t begin, int64_t end) {
-  float sums[kRowsTogether * kOutputs];
-  for (; num_rows > 0; num_rows -= kRowsTogether, x += kRowsTogether * x_stride, out += kRowsTogether * num_outputs) {
-    const int64_t num_together = std::min(num_rows, kRowsTogether);
-    for (int64_t first = begin * kOutputs; first < end * kOutputs; first += kOutputs) {
-      const Outputs weights = outputs_from(first, weight, num_outputs, width, block_stride);
-      sum_products(x, x_stride, weights, num_together, num_inputs, sums);
-      for (int64_t row = 0; row < num_together; ++row)
-        store_sums(sums + row * kOutputs, bias ? bias + first : nullptr, num_outputs - first,
-                   out + row * num_outputs + first);
-    }
-  }
+  multiply_rows({x, weight, out, width, block_stride, num_rows}, bias, num_inputs, num_outputs, x_stride, num_outputs,
+                begin, end);
 }
 
-// A weight as in linear, and the number of rows that it multiplies.
-struct Group {
-  const Element* weight;
-  int64_t width, block_stride, num_rows;
-};
-
-// Compute linear without a bias for groups of adjacent rows, each with a weight of its own.
-extern "C" void EXPORT(grouped_linear)(const Element* x, const Group* groups, Element* out, int64_t num_groups,
-                                       int64_t num_inputs, int64_t num_outputs, int64_t x_stride, int64_t begin,
-                                       int64_t end) {
-  for (const Group* group = groups; group < groups + num_groups; ++group) {
-    EXPORT(linear)(x, group->weight, nullptr, out, group->num_rows, num_inputs, num_outputs, x_stride, group->width,
-                   group->block_stride, begin, end);
-    x += group->num_rows * x_stride, out += group->num_rows * num_outputs;
-  }
+// Compute linear without a bias for groups of rows, each with a weight of its own.
+extern "C" void EXPORT(grouped_linear)(const Rows* groups, int64_t num_groups, int64_t num_inputs, int64_t num_outputs,
+                                       int64_t x_stride, int64_t out_stride, int64_t begin, int64_t end) {
+  for (int64_t group = 0; group < num_groups; ++group)
+    multiply_rows(groups[group], nullptr, num_inputs, num_outputs, x_stride, out_stride, begin, end);
 }

@@ -253,14 +253,14 @@ def test_memory_to_select_keys_is_included(tmp_path: Path) -> None:
     dense = {"first_k_dense_replace": 61, "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048}
     indexed = DEEPSEEK | dense
     # Per token: hidden states, their norm, cosines and sines, a selection of 32-bit numbers, and the indexer's queries,
-    # key and weights; then 16 queries and results, or queries before and after they are mapped to stored keys.
+    # key and weights; then 16 queries and results, and the largest tiles.
     of_step, of_index = 2 * 7168 + 2 * 64 + 2 * 2048, 64 * 128 + 128 + 2 * 64
     attending = of_step + of_index + 16 * (576 + 512)
-    absorbing = of_step + of_index + 576 + 16 * (192 + 512 + 576)
     ring, all_keys, two_blocks = "mode: ring, passing: pass_kv", 131072 * 704 * 2, 2 * 65536 * 704 * 2
-    few = 2048 * attending * 2 + 3 * 4 * (1 << 22)
+    tiles = 3 * 4 * (1 << 22)
+    few = 2048 * attending * 2 + tiles
     assert activations(indexed, ring, chunk_tokens=2048) == pytest.approx(few + all_keys + two_blocks)
-    assert activations(indexed, cp=1) == pytest.approx(8192 * absorbing * 2)
+    assert activations(indexed, cp=1) == pytest.approx(8192 * attending * 2 + tiles)
     # In a step without a selection, queries, the first partial, its copy in fp32 and the next one, and new rows.
     merging = of_step + 16 * (576 + 512 + 2 * 512 + 512)
     assert activations(indexed, ring) == pytest.approx(8192 * merging * 2 + two_blocks)
@@ -360,7 +360,7 @@ def test_committed_topologies_hold_their_models(
 def test_decode_without_stages_holds_the_requests_that_the_file_says(
     baton: RunBaton, tmp_path: Path, shape: dict[str, Any]
 ) -> None:
-    """In GLM-5, unlike in GLM-5.2, every layer has an indexer."""
+    """Every layer of GLM-5 has an indexer, unlike in GLM-5.2."""
     (tmp_path / "config.json").write_text(json.dumps(shape))
     file = DEPLOY / "h200-4x8-glm.yaml"
     thousands = re.findall(r"requests of up to (\d+)K tokens", file.read_text())

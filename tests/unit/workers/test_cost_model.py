@@ -309,7 +309,7 @@ def test_weights_of_other_ranks_delay_a_step_as_far_as_no_work_hides_them(strate
 @pytest.mark.parametrize("experts", [None, EXPERTS])
 @pytest.mark.parametrize("passing", [None, Passing.PASS_KV])
 def test_weights_have_a_whole_layer_to_arrive(passing: Passing | None, experts: ExpertExchange | None) -> None:
-    """They arrive while keys circulate among many ranks, and while experts compute."""
+    """Other ranks' weights arrive while keys circulate among many ranks, and while experts compute."""
     shape = dataclasses.replace(SHAPE, expert_flops=6_000_000, expert_share=1.0, experts=experts)
     rates = dataclasses.replace(RATES, exchange_s=0.0, exchange_bytes_per_s=1e10, hidden_share=1.0)
 

@@ -280,7 +280,7 @@ def test_a_limit_changes_no_time(least: list[float], seed: int) -> None:
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_logits_that_are_not_numbers_have_a_winner(name: str) -> None:
-    """Their requests fail, and the others of the batch do not."""
+    """Requests with such logits fail, and the others of the batch do not."""
     logits, row = some_logits(3), replace(FILTERS[name], seed=1)
     expected = draw(logits, [row] * 3, range(3))
     logits[1] = math.nan
