@@ -202,7 +202,10 @@ class RaySystem:
         known = True
         for actor in actors:
             assert isinstance(actor, RayActor)
-            ray.kill(actor.handle, no_restart=True)
+            try:
+                ray.kill(actor.handle, no_restart=True)
+            except RayError:  # a stop that waited no longer has left Ray
+                return False
             if actor.process.done() and not actor.process.exception():
                 by_node.setdefault(actor.node_id, []).append(actor.process.result())
             else:

@@ -24,6 +24,8 @@ class EnvVar(Generic[Value]):
     """Value of an unset variable, computed from the environment."""
     show: Callable[[str], str] = repr
     """Function that formats an invalid value for the error message; secrets use one that hides the value."""
+    may_be_empty: bool = True
+    """True if an empty value counts as unset."""
 
     def get(self, environ: Mapping[str, str] | None = None) -> Value:
         """Return the variable's value in an environment, by default this process's own.
@@ -33,7 +35,7 @@ class EnvVar(Generic[Value]):
         """
         source = os.environ if environ is None else environ
         text = source.get(self.name, "")
-        if not text:
+        if not text and (self.may_be_empty or self.name not in source):
             return self.default(source)
         try:
             return self.parse(text)
@@ -106,6 +108,7 @@ API_KEYS: EnvVar[tuple[str, ...]] = EnvVar(
     parse=lambda text: tuple(parse_token(key.strip()) for key in text.split(",")),
     default=lambda _environ: (),
     show=_length,
+    may_be_empty=False,  # without keys, every client is admitted
 )
 ALL: tuple[EnvVar[Any], ...] = (CACHE_DIR, TOKEN, ADMIN_KEY, API_KEY, API_KEYS)
 _SECRETS = (TOKEN, ADMIN_KEY, API_KEY, API_KEYS)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -148,6 +149,19 @@ def test_plain_class_runs_in_a_process_of_its_own(ray_system: "RaySystem") -> No
     assert not is_alive(process)
     with pytest.raises(PeerUnreachableError, match="the process of plain died"):
         blocked.result(WAIT_S)
+
+
+def test_a_kill_that_lasts_longer_than_ray_fails(ray_system: "RaySystem", monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop that may not wait leaves Ray while threads still end processes."""
+    import ray
+    from ray.exceptions import RayError
+
+    actor = ray_system.start(Plain, ["hello"], name="left", title="left", bundle=None)
+    ray_system.call(actor, "process").result(WAIT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "kill", Mock(side_effect=RayError("Ray has not been started yet.")))
+        assert not ray_system.kill([actor], WAIT_S)
+    assert ray_system.kill([actor], WAIT_S)
 
 
 def test_memory_is_named_as_the_cause_when_ray_kills_a_process_for_it() -> None:

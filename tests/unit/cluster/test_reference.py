@@ -113,6 +113,7 @@ def test_environment_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None
     assert CACHE_DIR.get({"BATON_CACHE_DIR": "/somewhere/else"}) == Path("/somewhere/else")
     assert TOKEN.get({"BATON_TOKEN": "0123456789abcdef"}) == "0123456789abcdef"
     assert API_KEYS.get({"BATON_API_KEYS": "first-key, second-key"}) == ("first-key", "second-key")
+    assert (API_KEYS.get({}), TOKEN.get({"BATON_TOKEN": ""})) == ((), None)
     monkeypatch.setenv("BATON_API_KEY", "the-only-key")
     assert key_headers() == {"authorization": "Bearer the-only-key"}
     monkeypatch.delenv("BATON_API_KEY")
@@ -128,6 +129,7 @@ def test_environment_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None
         ("BATON_ADMIN_KEY", "short", "BATON_ADMIN_KEY: got 5 characters; allowed: 8 or more printable ASCII"),
         ("BATON_API_KEY", "short", "BATON_API_KEY: got 5 characters; allowed: 8 or more printable ASCII characters"),
         ("BATON_API_KEYS", "long-enough,,x", "BATON_API_KEYS: got 14 characters; allowed: keys of 8 or more printable"),
+        ("BATON_API_KEYS", "", "BATON_API_KEYS: got 0 characters; allowed: keys of 8 or more printable"),
         ("BATON_TOKEN", "with a space", "BATON_TOKEN: got 12 characters; allowed: 8 or more printable ASCII"),
     ],
 )
