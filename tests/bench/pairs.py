@@ -44,7 +44,7 @@ class Load(NamedTuple):
         return cls(input_len, output_len, num_requests, int(long_len or 0))
 
 
-async def take_turn(url: str, model: str, load: Load, seed: int) -> dict[str, float]:
+async def take_turn(url: str, model: str, load: Load, seed: int, *, is_greedy: bool) -> dict[str, float]:
     """Send one turn's requests. Every turn has prompts of its own."""
     requests = _requests(load.input_len, load.output_len, load.num_requests, seed)
     await asyncio.sleep(REST_S)
@@ -54,7 +54,7 @@ async def take_turn(url: str, model: str, load: Load, seed: int) -> dict[str, fl
         tasks = []
         for request in requests:
             await asyncio.sleep(GAP_S if load.long_len else 0)
-            tasks.append(asyncio.create_task(complete(client, model, request)))
+            tasks.append(asyncio.create_task(complete(client, model, request, is_greedy=is_greedy)))
         records = await asyncio.gather(*tasks)
         seconds = time.monotonic() - start_s
         long = await asyncio.gather(*others)
@@ -73,12 +73,16 @@ def _requests(input_len: int, output_len: int, count: int, seed: int) -> Sequenc
     return random_workload(num_requests=(seed + 1) * count, **options).requests[-count:]
 
 
-async def compare(urls: Sequence[str], models: Sequence[str], text: str, rounds: int) -> dict[str, object]:
+async def compare(
+    urls: Sequence[str], models: Sequence[str], text: str, rounds: int, *, is_greedy: bool = True
+) -> dict[str, object]:
     load = Load.parse(text)
     turns: list[list[dict[str, float]]] = []
     for number in range(rounds + 1):
         order = (0, 1) if number % 2 else (1, 0)
-        taken = {index: await take_turn(urls[index], models[index], load, number) for index in order}
+        taken = {
+            index: await take_turn(urls[index], models[index], load, number, is_greedy=is_greedy) for index in order
+        }
         turns.append([taken[0], taken[1]])
     result: dict[str, object] = {"load": text, "rounds": rounds}
     for name in turns[0][0]:

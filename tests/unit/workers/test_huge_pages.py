@@ -4,7 +4,6 @@ import ctypes
 import mmap
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,8 +77,7 @@ print(before, huge_kib())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has huge pages")
 def test_huge_pages_stay_and_none_is_added() -> None:
-    """Linux has none if an administrator turned them off."""
+    """Linux may have none: an administrator can turn them off, and memory may be in pieces."""
     done = subprocess.run([sys.executable, "-c", _TWO_BUFFERS], capture_output=True, text=True, check=True, cwd=ROOT)
     before, after = map(int, done.stdout.split())
     assert after == before
-    assert before > 0 or "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
