@@ -134,8 +134,11 @@ def test_a_silent_master_delays_no_call_for_long_and_is_used_once_it_responds() 
         storage.close()
 
 
-def test_a_prompt_is_loaded_from_the_store(master: str, models: Models, engine: LocalEngine, tmp_path: Path) -> None:
-    folder = models.folder("llama")
+@pytest.mark.parametrize("family", ["llama", "glm_moe_dsa"])
+def test_a_prompt_is_loaded_from_the_store(
+    family: str, master: str, models: Models, engine: LocalEngine, tmp_path: Path
+) -> None:
+    folder = models.folder(family)
     storage = {"backend": "mooncake_store", "master": master, "folder": str(tmp_path), "prefetch": "wait_complete"}
     config = DeployConfig.model_validate(
         {
