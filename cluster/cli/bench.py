@@ -151,7 +151,8 @@ def print_table(title: str, rows: Iterable[Mapping[str, object]]) -> None:
     for row in rows:
         if not table.columns:
             for name, value in row.items():
-                table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
+                justify: Literal["left", "right"] = "left" if isinstance(value, str) else "right"
+                table.add_column(name.replace("_", " "), justify=justify, overflow="fold")
         table.add_row(*map(_cell, row.values()))
     console = Console(highlight=False)
     if not console.is_terminal:
