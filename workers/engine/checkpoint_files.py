@@ -16,6 +16,7 @@ from workers.quant.interface import Index, Read
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 NAMES_SHOWN = 8
+_LFS_POINTER = b"version https://git-lfs"
 
 
 class CheckpointError(UserError):
@@ -49,7 +50,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if single.exists():
         return [single]
     if not index.exists():
-        others = sorted(path.name for path in folder.glob("*.bin"))
+        others = sorted(path.name for pattern in ("*.bin", "*.gguf") for path in folder.glob(pattern))
         found = f"; found: {shortened(others)}, which Baton does not read" if others else ""
         raise CheckpointError(f"{folder} contains no weights: neither {SINGLE_FILE} nor {INDEX_FILE}{found}")
     try:
@@ -68,9 +69,12 @@ def _weight_files(folder: Path) -> list[Path]:
 def _open_tensors(file: Path) -> Iterator[Any]:
     try:
         # safetensors says of any file that it cannot open that there is none.
-        file.open("rb").close()
+        with file.open("rb") as opened:
+            is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    if is_pointer:
+        raise CheckpointError(f"{file} is a pointer of Git LFS, not the weights; `git lfs pull` fetches them")
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors

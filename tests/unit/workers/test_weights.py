@@ -218,6 +218,9 @@ def test_damaged_absent_and_missing_files_are_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not tensors")
     with pytest.raises(CheckpointError, match="is damaged"):
         load_model(folder)
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match=r"a pointer of Git LFS, not the weights; `git lfs pull` fetches them$"):
+        load_model(folder)
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").mkdir()
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: Is a directory$"):
@@ -225,8 +228,9 @@ def test_damaged_absent_and_missing_files_are_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors").rmdir()
     with pytest.raises(CheckpointError, match=r"contains no weights.*index.json$"):
         load_model(folder)
-    (folder / "pytorch_model.bin").touch()
-    with pytest.raises(CheckpointError, match=r"; found: pytorch_model.bin, which Baton does not read$"):
+    for name in ("pytorch_model.bin", "q4.gguf"):
+        (folder / name).touch()
+    with pytest.raises(CheckpointError, match=r"; found: pytorch_model.bin, q4.gguf, which Baton does not read$"):
         load_model(folder)
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="not an index"):
