@@ -154,7 +154,8 @@ def test_native_heads_of_latents(library: Library, tmp_path: Path, monkeypatch: 
     assert len(matrices) == 2 * config.num_heads
     linear = Mock(wraps=library.linear_of_heads)
     monkeypatch.setattr(library, "linear_of_heads", linear)
-    for num_rows in (0, 1, 5, 40):
+    counts = (0, 1, 5, 40)
+    for num_rows in counts:
         queries = draw(num_rows, num_rows, config.num_heads, config.head_dim)
         latents = draw(num_rows + 1, num_rows, config.num_heads, config.kv_rank)
         for matrix in matrices:
@@ -163,7 +164,7 @@ def test_native_heads_of_latents(library: Library, tmp_path: Path, monkeypatch: 
         for matrix in matrices:
             matrix.native = NativeProducts(library, 5)
         torch.testing.assert_close((heads.absorb(queries), heads.values(latents)), with_torch)
-    assert linear.call_count == 2 * len([0, 1, 5, 40])
+    assert linear.call_count == 2 * len(counts)
 
 
 def test_threads_share_a_large_weight(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
