@@ -116,9 +116,7 @@ class CpBenchRank:
         return groups
 
     def _make_model(self, groups: ModelGroups) -> DecoderModel:
-        model = random_model(self._config, torch_dtype(self._config.dtype), CPU, groups)
-        model.pack()
-        return model
+        return random_model(self._config, torch_dtype(self._config.dtype), CPU, groups)
 
     def _join_group(self, name: str, rank: int, cp: int) -> Communicator:
         assert self._store is not None

@@ -109,7 +109,6 @@ class EngineBench:
         raw = SHAPES[name].config_json()
         self._model = random_model(parse_model_config(raw), dtype, opened)
         self._peer = TransformersPeer(raw, self._model)
-        self._model.pack()
         self._batch_size = batch_size
         self._runner = _make_runner(self._model, most_tokens, batch_size)
 

@@ -78,8 +78,6 @@ class DecodeGraphs:
 
     def _why_not(self) -> str:
         """Return why no step can be captured. Empty if steps can be captured."""
-        if self._model.dtype == torch.bfloat16 and not self._model.device.multiplies_bf16:
-            return "bf16 on a CPU without bf16 instructions"
         return "" if self._attention(1) else "attention cannot be captured"
 
     def _attention(self, num_requests: int) -> GraphAttention | None:

@@ -36,24 +36,32 @@ measured.
 
 
 def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvGeometry) -> BackendChoice:
-    """Choose the attention backend. On a CPU, let native code compute norms, gates and products, too.
+    """Choose the attention backend, and rearrange the model's weights for fast products. On a CPU, let native code
+    compute norms, gates and products, too.
 
     This does not depend on the choice: attention to a window, for example, is left to torch.
     """
     needs = needs_of(geometry.groups, model.device)
     choice = choose_backend(setting, model.device, model.dtype, needs, model.attention)
+    library = None
     if setting is not AttentionSetting.TORCH and not model.device.has_kernels and model.dtype in DTYPES:
         with suppress(CannotCompileError):  # then plain torch computes everything
             library = Library.load()
             elementwise.register(model.device, model.dtype, library)
-            use_native_products(model, library)
+    model.pack(library)
+    if library is not None:
+        use_native_products(model, library)
     return choice
 
 
 def use_native_products(model: DecoderModel, library: Library) -> None:
-    """Let native code multiply by packed weights, for as many rows as it is about as fast as oneDNN or faster."""
-    readable = [matrix for matrix in model.packed_matrices() if matrix.blocks is not None]
-    if not readable or not library.multiplies_packed:
+    """Let native code multiply by weights in oneDNN's layout, for as many rows as it is about as fast or faster."""
+    readable = [
+        matrix
+        for matrix in model.packed_matrices()
+        if matrix.native is None and matrix.blocks is not None and matrix.blocks.width in library.block_widths
+    ]
+    if not readable:
         return
     # A step multiplies only a few rows by the head, which can be larger than all layers.
     head = model.lm_head.packed if model.is_last else None

@@ -59,7 +59,6 @@ def load_model(
     _fill(model, config, stored, weights)
     num_bytes = sum(shard.target.nbytes for shard in model.weights().values())
     in_fp8 = f", {model.fp8_bytes / GIB:.3g} GiB of them in FP8" if model.fp8_bytes else ""
-    model.pack()
     _log.info("weights are stored as %s and kept in %s", config.weight_format, str(dtype).removeprefix("torch."))
     _log.info("loaded %.3g GiB of weights%s in %.3g s", num_bytes / GIB, in_fp8, time.monotonic() - start_s)
     return model

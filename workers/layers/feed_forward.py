@@ -14,6 +14,7 @@ from workers.layers.config import FEW_CHOICES, ExpertRouterConfig, MoeConfig
 from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear
 from workers.layers.matmul import PackedMatrix, multiply, multiply_groups, packed
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
+from workers.native.library import Library
 from workers.parallel.exchanges import Lens, TokenExchange
 from workers.parallel.model_groups import ModelGroups
 from workers.quant.fp8_matrix import Fp8Matrix, split_rows
@@ -120,11 +121,11 @@ class Experts(ShardedLayer):
         """Numbers of these experts in the model."""
         self._inner = inner
 
-    def pack(self) -> None:
+    def pack(self, library: Library | None) -> None:
         """Rearrange loaded weights for speed."""
         for name in ("gate_up", "down"):
             stacked = getattr(self, name)
-            matrices = [packed(matrix) for matrix in stacked] if isinstance(stacked, Tensor) else []
+            matrices = [packed(matrix, library) for matrix in stacked] if isinstance(stacked, Tensor) else []
             if any(isinstance(matrix, PackedMatrix) for matrix in matrices):
                 delattr(self, name)  # a parameter
                 setattr(self, name, matrices)

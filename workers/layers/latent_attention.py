@@ -28,6 +28,7 @@ from workers.layers.matmul import PackedMatrix, multiply, multiply_heads, packed
 from workers.layers.projections import Projections, SplitLinear
 from workers.layers.rotary import Rotation, in_pairs, score_factor
 from workers.layers.shard import ShardedLayer, WeightShard, even_shard, replicated
+from workers.native.library import Library
 from workers.parallel.communicator import Communicator
 
 _EPS = 1e-6
@@ -47,11 +48,11 @@ class LatentHeads(ShardedLayer):
         self._valuing: list[PackedMatrix] = []
         """Each head's K_h^T and V_h, packed. Empty if there is nothing to gain."""
 
-    def pack(self) -> None:
+    def pack(self, library: Library | None) -> None:
         """Rearrange each head's matrices for ``absorb`` and ``values``, whose products take torch long on CPUs."""
         for matrices in self.weight:
             keys, values = matrices.split_with_sizes((self._config.plain_dim, self._config.value_dim))
-            absorbing, valuing = packed(keys.T.contiguous()), packed(values)
+            absorbing, valuing = packed(keys.T.contiguous(), library), packed(values, library)
             if isinstance(absorbing, PackedMatrix) and isinstance(valuing, PackedMatrix):
                 self._absorbing.append(absorbing)
                 self._valuing.append(valuing)

@@ -9,6 +9,7 @@ from torch.nn import functional
 from workers.kernels.elementwise import elementwise_kernels
 from workers.layers.matmul import Matrix, PackedMatrix, multiply, packed
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
+from workers.native.library import Library
 from workers.parallel.communicator import Communicator
 from workers.quant.fp8_matrix import Fp8Matrix, split_rows
 
@@ -26,9 +27,9 @@ class LinearLayer(ShardedLayer):
         assert not isinstance(self.weight, PackedMatrix), "the weight is packed"
         return self.weight
 
-    def pack(self) -> None:
+    def pack(self, library: Library | None) -> None:
         """Rearrange a loaded weight for speed."""
-        if isinstance(self.weight, Tensor) and isinstance(matrix := packed(self.weight), PackedMatrix):
+        if isinstance(self.weight, Tensor) and isinstance(matrix := packed(self.weight, library), PackedMatrix):
             del self.weight  # a parameter
             self.weight = matrix
 
@@ -131,9 +132,9 @@ class Embedding(ShardedLayer):
         by_row = parts.view(size, len(own), num_tokens).transpose(0, 1).reshape(len(own), size * num_tokens)
         return by_row[:, : self._tokens.whole].contiguous()
 
-    def pack(self, *, is_read: bool) -> None:
+    def pack(self, library: Library | None, *, is_read: bool) -> None:
         """Pack the table for ``scores``. With ``is_read``, keep the plain table too, to embed token ids."""
-        self.packed = packed(self.weight)
+        self.packed = packed(self.weight, library)
         if not is_read and isinstance(self.packed, PackedMatrix):
             del self.weight
 

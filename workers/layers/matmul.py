@@ -1,4 +1,4 @@
-"""Products with weights: plain ones, packed ones on CPUs with bf16 instructions, and ones in FP8."""
+"""Products with weights: plain ones, packed ones on CPUs, and ones in FP8."""
 
 import ctypes
 import sys
@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from workers.device import device_of
-from workers.native.library import BLOCK_WIDTHS, Blocks, Library, WeightRows
+from workers.native.library import Blocks, Library, WeightRows
 from workers.quant.fp8_matrix import Fp8Matrix
 
+_ONEDNN_WIDTHS = (32, 64)
+"""Outputs per block of a packed weight, as oneDNN chooses them on CPUs with and without AMX."""
 _FEW_ROWS = 2
 """Maximum number of rows for which a CPU without bf16 arithmetic is fastest one row at a time."""
 _MANY_ROWS = 16
@@ -38,33 +40,37 @@ class NativeProducts(NamedTuple):
 
 @dataclass(slots=True)
 class PackedMatrix:
-    """Matrix [outputs, inputs] in bf16, in the layout in which oneDNN multiplies."""
+    """Matrix [outputs, inputs] in bf16, in the layout in which oneDNN or native code multiplies."""
 
     matrix: Tensor
+    """Opaque tensor of oneDNN or, on CPUs without bf16 arithmetic, the blocks of native code."""
     address: int
-    num_outputs: int
+    shape: torch.Size
     blocks: Blocks | None
     """Layout of the elements. None if native code does not know it."""
     native: NativeProducts | None = None
     """None if oneDNN multiplies any number of rows."""
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.num_outputs, self.matrix.shape[1]))
-
     def rows(self, outputs: slice) -> Tensor:
         """Return a plain copy of some outputs' rows."""
-        return self.matrix.to_dense()[outputs]
+        if self.matrix.is_mkldnn:
+            return self.matrix.to_dense()[outputs]
+        num_outputs, num_inputs = self.shape
+        return self.matrix.transpose(1, 2).reshape(-1, num_inputs)[:num_outputs][outputs]
 
     def part(self, outputs: slice) -> "PackedMatrix":
         """Return some outputs' rows, without a copy if native code multiplies any number of rows by them."""
-        begin, end, _ = outputs.indices(self.num_outputs)
+        begin, end, _ = outputs.indices(self.shape[0])
         if self.native is not None and self.native.takes_all and self.blocks is not None:
             block, rest = divmod(begin, self.blocks.width)
             if not rest:
                 address = self.address + block * self.blocks.stride * self.matrix.itemsize
-                return replace(self, address=address, num_outputs=end - begin)
-        part = _pack(self.rows(outputs))
+                return replace(self, address=address, shape=torch.Size((end - begin, self.shape[1])))
+        rows = self.rows(outputs)
+        if not self.matrix.is_mkldnn:
+            assert self.native is not None, "only native code multiplies in this layout"
+            return _pack_for(self.native.library, rows)
+        part = _pack_with_onednn(rows)
         part.native = self.native if part.blocks is not None else None
         return part
 
@@ -81,7 +87,7 @@ class PackedMatrix:
     def multiply_natively(self, library: Library, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply with native code, which must know the layout."""
         assert self.blocks is not None, "native code does not know the layout"
-        return library.linear(x, self.address, self.num_outputs, self.blocks, bias)
+        return library.linear(x, self.address, self.shape[0], self.blocks, bias)
 
     def multiply_with_onednn(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply with oneDNN, which prepares code for each new number of rows."""
@@ -141,24 +147,39 @@ def _multiply_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def packed(weight: Tensor) -> Tensor | PackedMatrix:
-    """Rearrange a weight [outputs, inputs] for ``multiply``, if oneDNN would otherwise do so in every call."""
+def packed(weight: Tensor, library: Library | None = None) -> Tensor | PackedMatrix:
+    """Rearrange a weight [outputs, inputs] for ``multiply`` if it is in bf16 and on a CPU.
+
+    Where oneDNN does not multiply in bf16, do so for native code, if there is a library.
+    """
     weight = weight.detach()
-    if weight.dtype != torch.bfloat16 or not device_of(weight).packs_bf16:
+    if weight.dtype != torch.bfloat16:
         return weight
-    return _pack(weight)
+    if device_of(weight).packs_bf16:
+        return _pack_with_onednn(weight)
+    is_in_pairs = weight.shape[1] % 2 == 0
+    return _pack_for(library, weight) if library is not None and is_in_pairs else weight
 
 
-def _pack(weight: Tensor) -> PackedMatrix:
+def _pack_for(library: Library, weight: Tensor) -> PackedMatrix:
+    """Pack a weight with an even number of inputs for native code, which then multiplies any number of rows."""
+    (num_outputs, num_inputs), width = weight.shape, library.block_widths[-1]
+    whole = functional.pad(weight, (0, 0, 0, -num_outputs % width))
+    matrix = whole.view(-1, width, num_inputs // 2, 2).transpose(1, 2).contiguous()
+    native = NativeProducts(library, sys.maxsize)
+    return PackedMatrix(matrix, matrix.data_ptr(), weight.shape, Blocks(width, width * num_inputs), native)
+
+
+def _pack_with_onednn(weight: Tensor) -> PackedMatrix:
     matrix = torch.ops.mkldnn._reorder_linear_weight(weight)
     address, size = torch.ops.mkldnn.data_ptr(matrix), torch.ops.mkldnn._nbytes(matrix) // weight.itemsize
     memory = torch.frombuffer((ctypes.c_int16 * size).from_address(address), dtype=torch.bfloat16)
-    return PackedMatrix(matrix, address, len(weight), _find_blocks(memory, weight))
+    return PackedMatrix(matrix, address, weight.shape, _find_blocks(memory, weight))
 
 
 def _find_blocks(memory: Tensor, weight: Tensor) -> Blocks | None:
     """Return the layout of a packed weight. OneDNN chooses it by the processor, and does not name it."""
-    layouts = (Blocks(width, len(memory) // -(-len(weight) // width)) for width in BLOCK_WIDTHS)
+    layouts = (Blocks(width, len(memory) // -(-len(weight) // width)) for width in _ONEDNN_WIDTHS)
     return next((blocks for blocks in layouts if _is_in_blocks(memory, weight, blocks)), None)
 
 

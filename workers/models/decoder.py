@@ -18,6 +18,7 @@ from workers.layers.rotary import RotaryEmbedding, Rotation
 from workers.layers.shard import ShardedLayer, WeightShard
 from workers.memory.huge_pages import use_huge_pages
 from workers.models.interface import DecoderConfig
+from workers.native.library import Library
 from workers.parallel.exchanges import Lens
 from workers.parallel.model_groups import ModelGroups
 from workers.quant.fp8_matrix import Fp8Matrix
@@ -173,13 +174,16 @@ class DecoderModel(nn.Module):
         """Return all weights that are packed."""
         return [matrix for matrix in self._attributes() if isinstance(matrix, PackedMatrix)]
 
-    def pack(self) -> None:
-        """Rearrange loaded weights for speed, and in host memory, put them into huge pages."""
+    def pack(self, library: Library | None = None) -> None:
+        """Rearrange loaded weights for speed, and in host memory, put them into huge pages.
+
+        ``library`` is native code for this model, if there is any.
+        """
         for module in self.modules():
             if isinstance(module, LinearLayer | Experts | LatentHeads):
-                module.pack()
+                module.pack(library)
         if self.is_last:
-            self.lm_head.pack(is_read=self.is_first and self.config.tie_word_embeddings)
+            self.lm_head.pack(library, is_read=self.is_first and self.config.tie_word_embeddings)
         if not self.device.has_own_memory:
             for parameter in self.parameters():
                 use_huge_pages(parameter.data_ptr(), parameter.nbytes)

@@ -7,11 +7,13 @@ using Element = bf16;
 
 #ifdef __AVX512BF16__
 #include "block_bf16.h"
-#include "linear.h"
+#include "products_bf16.h"
 #else
 #include "block_fp32.h"
+#include "products_fp32.h"
 #endif
 
 #include "attention.h"
 #include "elementwise.h"
+#include "linear.h"
 #include "select.h"

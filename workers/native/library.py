@@ -22,11 +22,6 @@ MOST_INDEX_HEADS = 96
 NUM_ITEM_FIELDS = 7
 """Number of fields of Item in attention.h."""
 
-BLOCK_WIDTHS = (32, 64)
-"""Outputs per block of a packed weight, as oneDNN chooses them on CPUs with and without AMX."""
-_OUTPUTS = 64
-"""Outputs that ``linear`` computes at a time."""
-
 _FIELDS = (
     *("query", "key", "value", "out", "lse", "tables", "items", "next_tile"),
     *("overwrites", "num_items", "page_size", "kv_heads", "groups", "key_dim", "value_dim"),
@@ -107,9 +102,16 @@ class _Functions:
         self.swiglu = find("swiglu", *[_POINTER] * 2, *[_SIZE] * 4)
         self.rotate_storing = find("rotate_storing", *[_POINTER] * 7, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2)
         self.store_kv = find("store_kv", *[_POINTER] * 2, *[_SIZE] * 7)
-        is_there = hasattr(library, f"baton_linear_{suffix}")
-        self.linear = find("linear", *[_POINTER] * 4, *[_SIZE] * 8) if is_there else None
-        self.grouped_linear = find("grouped_linear", _POINTER, *[_SIZE] * 7) if is_there else None
+
+
+class _Products:
+    """Functions of the compiled library that multiply by packed weights, which are in bf16."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.linear, self.grouped_linear = library.baton_linear_bf16, library.baton_grouped_linear_bf16
+        self.linear.argtypes = (*[_POINTER] * 4, *[_SIZE] * 8)
+        self.grouped_linear.argtypes = (_POINTER, *[_SIZE] * 7)
+        self.block_widths = tuple((_SIZE * 2).in_dll(library, "baton_block_widths_bf16"))
 
 
 class Library:
@@ -121,6 +123,7 @@ class Library:
     def __init__(self, path: Path, num_threads: int) -> None:
         library = ctypes.CDLL(str(path))
         self._functions = {dtype: _Functions(library, name) for dtype, name in DTYPES.items()}
+        self._products = _Products(library)
         self._num_threads = num_threads
         self._helpers = ThreadPoolExecutor(num_threads, "native")
 
@@ -279,21 +282,19 @@ class Library:
         self._share(function, (ctypes.byref(pages), *given), num_rows, 2 * num_heads * head_dim)
 
     @property
-    def multiplies_packed(self) -> bool:
-        """Return whether this CPU has the instructions of ``linear``."""
-        return self._functions[torch.bfloat16].linear is not None
+    def block_widths(self) -> tuple[int, ...]:
+        """Return the numbers of outputs per block of weights that ``linear`` takes, the fastest last."""
+        return self._products.block_widths
 
     def linear(self, x: Tensor, address: int, num_outputs: int, blocks: Blocks, bias: Tensor | None = None) -> Tensor:
         """Return x [R, inputs] @ weight.T + bias in bf16. linear.h describes the weight."""
-        function = self._functions_for(x, *() if bias is None else (bias,)).linear
-        assert function is not None, "there is no such function for this CPU and dtype"
+        assert bias is None or bias.dtype == x.dtype, f"tensors have dtypes {x.dtype} and {bias.dtype}"
         num_rows, num_inputs = x.shape
         out = x.new_empty(num_rows, num_outputs)
         pointers = (x.data_ptr(), address, None if bias is None else bias.data_ptr(), out.data_ptr())
-        assert blocks.width in BLOCK_WIDTHS, f"blocks have {blocks.width} outputs"
-        self._share_products(
-            function, (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), *blocks), x, out, num_rows
-        )
+        assert blocks.width in self.block_widths, f"blocks have {blocks.width} outputs"
+        given = (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), *blocks)
+        self._share_products(self._products.linear, given, x, out, num_rows)
         return out
 
     def grouped_linear(self, x: Tensor, groups: Sequence[WeightRows], num_outputs: int) -> Tensor:
@@ -314,15 +315,13 @@ class Library:
         self, x: Tensor, groups: Sequence[WeightRows], offsets: Sequence[tuple[int, int]], out: Tensor
     ) -> None:
         """Multiply groups of rows that begin at offsets, in elements, from ``x`` and ``out``."""
-        function = self._functions_for(x, out).grouped_linear
-        assert function is not None, "there is no such function for this CPU and dtype"
         fields = list[int]()
         for (address, (width, stride), num_rows), (x_offset, out_offset) in zip(groups, offsets, strict=True):
             pointers = x.data_ptr() + x_offset * x.itemsize, address, out.data_ptr() + out_offset * out.itemsize
             fields += [*pointers, width, stride, num_rows]
         array = (ctypes.c_int64 * len(fields))(*fields)
         given = (array, len(groups), x.shape[1], out.shape[1], x.stride(0), out.stride(0))
-        self._share_products(function, given, x, out, sum(group.num_rows for group in groups))
+        self._share_products(self._products.grouped_linear, given, x, out, sum(group.num_rows for group in groups))
 
     def _norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor) -> None:
         num_rows, size = x.shape
@@ -356,10 +355,11 @@ class Library:
         self, function: Callable[..., int], given: tuple[object, ...], x: Tensor, out: Tensor, num_rows: int
     ) -> None:
         """Call ``function`` for all outputs of ``num_rows`` rows like those of ``x``, divided among threads if many."""
-        num_inputs, num_outputs = x.shape[1], out.shape[1]
+        num_inputs, num_outputs, num_together = x.shape[1], out.shape[1], self.block_widths[-1]
+        assert x.dtype == out.dtype == torch.bfloat16, f"tensors have dtypes {x.dtype} and {out.dtype}"
         assert num_inputs % 2 == 0, f"{num_inputs} inputs do not form pairs"
         assert x.stride(1) == 1, f"strides {x.stride()}"
-        num_parts, size = -(-num_outputs // _OUTPUTS), _OUTPUTS * num_inputs * num_rows
+        num_parts, size = -(-num_outputs // num_together), num_together * num_inputs * num_rows
         self._share(function, given, num_parts, size, _LEAST_SHARED_PRODUCTS)
 
     def _run_on_all(self, function: Callable[..., int], given: tuple[object, ...], num_rows: int) -> None:

@@ -70,11 +70,16 @@ def answers(runner: ModelRunner, num_requests: int, num_steps: int) -> list[list
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "has_bf16"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)]
+)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_replayed_steps_are_those_that_are_computed(
-    tmp_path: Path, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, dtype: torch.dtype, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Replay steps on this CPU, and as on one without instructions for bf16."""
+    for name in ("multiplies_bf16", "packs_bf16"):
+        monkeypatch.setattr(CPU, name, has_bf16 and getattr(CPU, name))
     folder = make_checkpoint(tmp_path, family)
     runner = native_runner(monkeypatch, folder, dtype, PAGE_SIZE, MOST * PAGES_PER_REQUEST)
     hidden: list[Tensor] = []
@@ -112,18 +117,6 @@ def test_products_by_onednn_are_captured(
     runner.capture_decode(16, CallCapture())
     assert [answers(runner, num_requests, 8) for num_requests in (1, 3, 16)] == expected
     assert runner.graph_steps == {REPLAYED: 9 + 8 + 8, "prompt tokens": 2}
-
-
-@pytest.mark.native
-def test_bf16_is_not_captured_without_instructions_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("multiplies_bf16", "packs_bf16"):
-        monkeypatch.setattr(CPU, name, False)
-    runner = native_runner(
-        monkeypatch, make_checkpoint(tmp_path, "qwen3"), torch.bfloat16, PAGE_SIZE, MOST * PAGES_PER_REQUEST
-    )
-    runner.capture_decode(MOST, CallCapture())
-    answers(runner, 1, 2)
-    assert runner.graph_steps == {"bf16 on a CPU without bf16 instructions": 3}
 
 
 @pytest.mark.native

@@ -72,7 +72,7 @@ def test_parts_of_a_packed_projection_are_those_of_the_plain_one() -> None:
     projection.bias = torch.nn.Parameter(draw(48), requires_grad=False)
     x, parts = draw(5, 64), (slice(32), slice(32, None), slice(32))
     plain = [projection.project(x, part) for part in parts]
-    projection.pack()
+    projection.pack(None)
     for part, expected in zip(parts, plain, strict=True):
         torch.testing.assert_close(projection.project(x, part), expected)
 
@@ -84,7 +84,7 @@ def test_packed_experts_answer_as_plain_ones_do(has_bf16: bool) -> None:
         parameter.copy_(draw(*parameter.shape) / 8)
     steps = [draw(num_tokens, 64) for num_tokens in (0, 1, 3, 40)]
     plain = [block(x, None) for x in steps]
-    block.experts.pack()
+    block.experts.pack(None)
     assert isinstance(block.experts.down, list) == has_bf16
     assert not has_bf16 or {name for name, _ in block.named_parameters()} == {"router.weight"}
     for x, expected in zip(steps, plain, strict=True):
@@ -93,6 +93,7 @@ def test_packed_experts_answer_as_plain_ones_do(has_bf16: bool) -> None:
 
 def test_a_tied_table_is_read_and_multiplied_with(tmp_path: Path) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tie_word_embeddings=True))
+    model.pack()
     token_ids = torch.arange(3)
     hidden = model.embed_tokens(token_ids)
     torch.testing.assert_close(model.logits(hidden), (hidden @ model.embed_tokens.weight.T).float())
@@ -100,6 +101,7 @@ def test_a_tied_table_is_read_and_multiplied_with(tmp_path: Path) -> None:
 
 def test_a_table_that_nobody_reads_is_kept_once(tmp_path: Path, has_bf16: bool) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tie_word_embeddings=False))
+    model.pack()
     assert hasattr(model.lm_head, "weight") != has_bf16
     hidden, head = draw(3, model.config.hidden_size), model.lm_head.packed
     plain = head.rows(slice(None)) if isinstance(head, PackedMatrix) else head
@@ -113,5 +115,5 @@ def test_ranks_score_as_many_rows_as_there_are(num_rows: int, is_read: bool) -> 
     twin: Any = Twin()
     table, weight, hidden = Embedding(7, 16, twin), draw(4, 16), draw(num_rows, 16)
     table.weight = torch.nn.Parameter(weight, requires_grad=False)
-    table.pack(is_read=is_read)
+    table.pack(None, is_read=is_read)
     torch.testing.assert_close(table.scores(hidden), (hidden @ weight.T).repeat(1, 2)[:, :7])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from cluster.compilation import CannotCompileError
+from tests.fakes.amx import kinds_to_test
 from tests.fakes.checkpoints import make_checkpoint
 from workers.device import CPU
 from workers.engine import native_kernels
@@ -21,36 +21,48 @@ from workers.engine.weights import load_model
 from workers.expert_parallel.token_dispatcher import RoutedTokens
 from workers.layers.feed_forward import Experts
 from workers.layers.latent_attention import LatentAttention
-from workers.layers.matmul import NativeProducts, PackedMatrix, _find_blocks, multiply_groups, packed
+from workers.layers.matmul import NativeProducts, PackedMatrix, _find_blocks, _pack_for, multiply_groups, packed
 from workers.layers.shard import even_shard
-from workers.native.library import BLOCK_WIDTHS, Library
+from workers.native.compile import find_compiler
+from workers.native.library import Blocks, Library
 from workers.parallel.model_groups import Part
 
-pytestmark = [
-    pytest.mark.native,
-    pytest.mark.skipif(not CPU.packs_bf16, reason="this CPU has no bf16 instructions"),
-]
+pytestmark = pytest.mark.native
+
+WITHOUT_ONEDNN = "oneDNN does not multiply in bf16 on this CPU"
+with_onednn = pytest.mark.skipif(not CPU.packs_bf16, reason=WITHOUT_ONEDNN)
 
 
-@pytest.fixture(scope="module")
-def library() -> Library:
-    try:
-        library = Library.load()
-    except CannotCompileError as error:
-        pytest.skip(str(error))
-    if not library.multiplies_packed:
-        pytest.skip("this CPU has no AVX512-BF16")
-    return library
+@pytest.fixture(scope="module", params=kinds_to_test(), ids=lambda kind: kind.name)
+def library(request: pytest.FixtureRequest) -> Library:
+    """Native code for a kind of processor that this one supports."""
+    return Library.load(find_compiler()._replace(kind=request.param))
+
+
+@pytest.fixture(params=[None, *kinds_to_test()], ids=lambda kind: kind.name if kind else "oneDNN")
+def packer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Native code for which weights are packed, or which multiplies by what oneDNN has packed."""
+    if request.param is None and not CPU.packs_bf16:
+        pytest.skip(WITHOUT_ONEDNN)
+    if request.param is not None:
+        monkeypatch.setattr(CPU, "packs_bf16", False)
+    return Library.load(None if request.param is None else find_compiler()._replace(kind=request.param))
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def pack(weight: torch.Tensor) -> PackedMatrix:
-    matrix = packed(weight)
+def pack(weight: torch.Tensor, library: Library | None = None) -> PackedMatrix:
+    matrix = packed(weight, library)
     assert isinstance(matrix, PackedMatrix)
     return matrix
+
+
+def let_multiply(library: Library, matrices: Sequence[PackedMatrix]) -> None:
+    """Let native code multiply by all matrices whose layout it knows."""
+    for matrix in matrices:
+        matrix.native = None if matrix.blocks is None else NativeProducts(library, sys.maxsize)
 
 
 def in_blocks(weight: torch.Tensor, width: int, depth: int) -> torch.Tensor:
@@ -67,7 +79,7 @@ def in_blocks(weight: torch.Tensor, width: int, depth: int) -> torch.Tensor:
     gap=st.integers(0, 5),
     has_bias=st.booleans(),
     seed=st.integers(0, 2**30),
-    width=st.sampled_from([*BLOCK_WIDTHS, None]),
+    which=st.integers(0, 1),
 )
 def test_products(
     library: Library,
@@ -77,30 +89,47 @@ def test_products(
     gap: int,
     has_bias: bool,
     seed: int,
-    width: int | None,
+    which: int,
 ) -> None:
-    """Multiply by a weight in the layout that oneDNN chooses on this CPU, or as it does on others."""
+    """Multiply by a weight in any layout that native code knows, with surplus zeros, as oneDNN adds them."""
     weight, x = draw(seed, num_outputs, 2 * num_pairs), draw(seed + 1, num_rows, 2 * num_pairs + gap)[:, gap:]
     bias = draw(seed + 2, num_outputs) if has_bias else None
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    matrix = pack(weight)
-    if width is not None:
-        memory = in_blocks(weight, width, 2 * num_pairs + 2 * (seed % 3))
-        matrix.address, matrix.blocks = memory.data_ptr(), _find_blocks(memory, weight)
-        assert matrix.blocks is not None
-        assert matrix.blocks.stride * -(-num_outputs // matrix.blocks.width) == len(memory)
-    product = matrix.multiply_natively(library, x, bias)
+    width, depth = library.block_widths[which], 2 * num_pairs + 2 * (seed % 3)
+    memory = in_blocks(weight, width, depth)
+    product = library.linear(x, memory.data_ptr(), num_outputs, Blocks(width, width * depth), bias)
     assert product.shape == (num_rows, num_outputs)
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=num_pairs * 1e-6)
 
 
-@pytest.mark.parametrize("width", BLOCK_WIDTHS)
+@given(num_outputs=st.integers(1, 300), num_inputs=st.integers(1, 50))
+def test_a_packed_weight_is_the_plain_one(library: Library, num_outputs: int, num_inputs: int) -> None:
+    weight = draw(1, num_outputs, 2 * num_inputs)
+    matrix = _pack_for(library, weight)
+    assert matrix.shape == weight.shape
+    assert matrix.native == NativeProducts(library, sys.maxsize)
+    assert torch.equal(matrix.rows(slice(None)), weight)
+    assert torch.equal(matrix.rows(slice(1, 3)), weight[1:3])
+
+
+@pytest.mark.parametrize("outputs", [slice(128), slice(128, None), slice(70), slice(70, None)])
+def test_parts_need_no_memory_if_they_begin_with_a_block(library: Library, outputs: slice) -> None:
+    weight, x, bias = draw(1, 200, 40), draw(2, 9, 40), draw(3, 200)
+    matrix = _pack_for(library, weight)
+    part = matrix.part(outputs)
+    assert (part.matrix is matrix.matrix) == ((outputs.start or 0) % library.block_widths[-1] == 0)
+    expected = functional.linear(x, weight, bias)[:, outputs]
+    torch.testing.assert_close(part.multiply(x, bias[outputs]), expected)
+
+
+@with_onednn
+@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("most_rows", [4, sys.maxsize])
 @pytest.mark.parametrize("outputs", [slice(128), slice(128, None), slice(70), slice(70, None)])
-def test_parts_need_no_memory_if_native_code_multiplies_all_rows(
-    library: Library, outputs: slice, most_rows: int, width: int
-) -> None:
-    weight, x, bias = draw(1, 200, 40), draw(2, 9, 40), draw(3, 200)
+def test_parts_of_what_onednn_packed(outputs: slice, most_rows: int, which: int) -> None:
+    """OneDNN chooses the width of blocks by the processor."""
+    library = Library.load()
+    weight, x, bias, width = draw(1, 200, 40), draw(2, 9, 40), draw(3, 200), library.block_widths[which]
     matrix, memory = pack(weight), in_blocks(weight, width, 40)
     matrix.address, matrix.blocks = memory.data_ptr(), _find_blocks(memory, weight)
     matrix.native = NativeProducts(library, most_rows)
@@ -114,66 +143,66 @@ def test_parts_need_no_memory_if_native_code_multiplies_all_rows(
 
 
 @pytest.mark.parametrize("counts", [[0, 0], [3, 0, 1], [130, 2, 9]])
-def test_groups_of_rows_have_weights_of_their_own(library: Library, counts: list[int]) -> None:
-    matrices, x = [pack(draw(seed, 100, 40)) for seed in range(len(counts))], draw(7, sum(counts), 41)[:, 1:]
-    for matrix in matrices:
-        matrix.native = NativeProducts(library, sys.maxsize)
+def test_groups_of_rows_have_weights_of_their_own(packer: Library, counts: list[int]) -> None:
+    weights, x = [draw(seed, 100, 40) for seed in range(len(counts))], draw(7, sum(counts), 41)[:, 1:]
+    matrices = [pack(weight, packer) for weight in weights]
+    let_multiply(packer, matrices)
     rows = torch.split(x, counts)
-    alone = [matrix.multiply_natively(library, part) for matrix, part in zip(matrices, rows, strict=True)]
+    alone = [matrix.multiply_natively(packer, part) for matrix, part in zip(matrices, rows, strict=True)]
     assert torch.equal(multiply_groups(x, matrices, counts), torch.cat(alone))
 
 
 @pytest.mark.parametrize("width", [32, 31], ids=["even", "odd"])
-def test_native_experts(library: Library, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """Native code does not know the layout of weights with an odd number of inputs."""
+def test_native_experts(packer: Library, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Native code does not multiply by weights with an odd number of inputs."""
     experts = Experts(64, even_shard(width, Part(0, 1)), range(2, 7))
     for parameter in experts.parameters():
         parameter.data = draw(len(parameter), *parameter.shape) / 8
-    experts.pack()
-    assert isinstance(experts.gate_up, list)
-    assert isinstance(experts.down, list)
+    cases = []
     for num_tokens in (0, 1, 5, 40, 400):
         chosen = torch.rand(num_tokens, 9).topk(3).indices.int()
         routed = RoutedTokens(draw(num_tokens, num_tokens, 64), chosen, torch.rand(num_tokens, 3))
-        for matrix in (*experts.gate_up, *experts.down):
-            matrix.native = None
-        each = experts(routed)
-        for matrix in (*experts.gate_up, *experts.down):
-            matrix.native = None if matrix.blocks is None else NativeProducts(library, sys.maxsize)
-        linear = Mock(wraps=library.grouped_linear)
-        monkeypatch.setattr(library, "grouped_linear", linear)
-        torch.testing.assert_close(experts(routed), each)
-        assert linear.call_count == (2 if num_tokens <= 40 and width == 32 else 0)
+        cases.append((routed, experts(routed)))
+    experts.pack(packer)
+    assert isinstance(experts.gate_up, list)
+    assert isinstance(experts.down, list) == (width == 32 or CPU.packs_bf16)
+    let_multiply(packer, [*experts.gate_up, *(experts.down if isinstance(experts.down, list) else ())])
+    for routed, expected in cases:
+        linear = Mock(wraps=packer.grouped_linear)
+        monkeypatch.setattr(packer, "grouped_linear", linear)
+        torch.testing.assert_close(experts(routed), expected)
+        assert linear.call_count == (2 if len(routed.hidden) <= 40 and width == 32 else 0)
 
 
-def test_native_heads_of_latents(library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_heads_of_latents(packer: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = load_model(make_checkpoint(tmp_path, "deepseek_v3", dtype=torch.bfloat16)).layers["0"].self_attn
     assert isinstance(layer, LatentAttention)
     heads, config = layer.kv_b, layer._config
-    matrices = [*heads._absorbing, *heads._valuing]
-    assert len(matrices) == 2 * config.num_heads
-    linear = Mock(wraps=library.linear_of_heads)
-    monkeypatch.setattr(library, "linear_of_heads", linear)
-    counts = (0, 1, 5, 40)
-    for num_rows in counts:
+    cases = []
+    for num_rows in (0, 1, 5, 40):
         queries = draw(num_rows, num_rows, config.num_heads, config.head_dim)
         latents = draw(num_rows + 1, num_rows, config.num_heads, config.kv_rank)
-        for matrix in matrices:
-            matrix.native = None
-        with_torch = heads.absorb(queries), heads.values(latents)
-        for matrix in matrices:
-            matrix.native = NativeProducts(library, 5)
-        torch.testing.assert_close((heads.absorb(queries), heads.values(latents)), with_torch)
-    assert linear.call_count == 2 * len(counts)
+        cases.append((queries, latents, heads.absorb(queries), heads.values(latents)))
+    heads.pack(packer)
+    matrices = [*heads._absorbing, *heads._valuing]
+    assert len(matrices) == 2 * config.num_heads
+    let_multiply(packer, matrices)
+    linear = Mock(wraps=packer.linear_of_heads)
+    monkeypatch.setattr(packer, "linear_of_heads", linear)
+    for queries, latents, absorbed, values in cases:
+        torch.testing.assert_close((heads.absorb(queries), heads.values(latents)), (absorbed, values))
+    assert linear.call_count == 2 * len(cases)
 
 
-def test_threads_share_a_large_weight(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_a_large_weight(packer: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.native.library._LEAST_SHARED_PRODUCTS", 1 << 10)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    matrix, x = pack(draw(1, 1000, 128)), draw(2, 9, 128)
-    assert torch.equal(matrix.multiply_natively(Library.load(), x), matrix.multiply_natively(library, x))
+    matrix, x = pack(draw(1, 1000, 128), packer), draw(2, 9, 128)
+    alone = matrix.multiply_natively(packer, x)
+    monkeypatch.setattr(packer, "_num_threads", 3)
+    assert torch.equal(matrix.multiply_natively(packer, x), alone)
 
 
+@with_onednn
 @pytest.mark.parametrize("shape", [(64, 63), (65, 2), (128, 512)])
 def test_a_layout_is_known_only_if_it_is_the_expected_one(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -187,11 +216,11 @@ def test_a_layout_is_known_only_if_it_is_the_expected_one(
     assert pack(weight).blocks is None
 
 
+@with_onednn
 @pytest.mark.parametrize("most", [0, 4, 64, 512])
-def test_as_many_rows_as_are_faster(
-    most: int, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16))
+def test_as_many_rows_as_are_faster(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, model = Library.load(), load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16))
+    model.pack()
     x = model.embed_tokens(torch.arange(6))
     before = model.logits(x)
     measured: list[PackedMatrix] = []
@@ -214,9 +243,13 @@ def test_as_many_rows_as_are_faster(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_speeds_are_measured(family: str, library: Library, tmp_path: Path) -> None:
+def test_native_code_multiplies_by_all_weights(family: str, packer: Library, tmp_path: Path) -> None:
     model = load_model(make_checkpoint(tmp_path, family, dtype=torch.bfloat16))
-    use_native_products(model, library)
+    hidden = model.embed_tokens(torch.arange(6))
+    before = model.logits(hidden)
+    model.pack(packer)
+    use_native_products(model, packer)
     num_experts = model.config.moe.num_experts if model.config.moe else 1
     assert len(model.packed_matrices()) == (2 + 2 * num_experts) * len(model.layers) + 1
     assert all(matrix.native is not None for matrix in model.packed_matrices())
+    torch.testing.assert_close(model.logits(hidden), before)

@@ -1,0 +1,81 @@
+// Sums of products of a few rows and the weights of some outputs, on a CPU with AVX512-BF16.
+
+#pragma once
+
+#include "block.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t kOutputs = 64;        // Outputs per call of add_products.
+constexpr int64_t kParts = kOutputs / kLanes;
+constexpr int64_t kLines = 2;           // Cache lines of a pair of inputs, in each half of the outputs.
+constexpr int64_t kMostTogether = 6;    // Rows whose sums fit into registers.
+constexpr int64_t kRowsTogether = 120;  // Rows that share a read of the weights. Their sums stay in the cache.
+
+// Rows of inputs, as add_products takes them.
+struct Inputs {
+  const bf16* rows = nullptr;
+  int64_t stride = 0;
+
+  Inputs(int64_t, int64_t) {}
+
+  void read(const bf16* x, int64_t x_stride, int64_t) { rows = x, stride = x_stride; }
+};
+
+// Weights of kOutputs outputs: of each half of the outputs, pairs of inputs that are `pair_stride` elements apart.
+struct Outputs {
+  const Element *first, *second;
+  int64_t pair_stride;
+};
+
+// Add products with some inputs, from `begin`, to the sums of Rows rows. Meanwhile, fetch weights that are `ahead`.
+template <int64_t Rows>
+void add_products(const Element* x, int64_t stride, const Outputs& weight, int64_t begin, int64_t num_inputs,
+                  int64_t ahead, float* sums) {
+  __m512 sum[Rows][kParts];
+  for (int64_t row = 0; row < Rows; ++row)
+    for (int64_t v = 0; v < kParts; ++v) sum[row][v] = _mm512_loadu_ps(sums + row * kOutputs + v * kLanes);
+  const Element* first = weight.first + begin / 2 * weight.pair_stride;
+  const Element* second = weight.second + begin / 2 * weight.pair_stride;
+  for (int64_t i = 0; i < num_inputs; i += 2, first += weight.pair_stride, second += weight.pair_stride) {
+    __builtin_prefetch(first + ahead, 0, 2);
+    __builtin_prefetch(second + ahead, 0, 2);
+    __m512bh weights[kParts];
+    for (int64_t v = 0; v < kParts / 2; ++v) {
+      weights[v] = (__m512bh)_mm512_loadu_si512(first + v * kPairs);
+      weights[kParts / 2 + v] = (__m512bh)_mm512_loadu_si512(second + v * kPairs);
+    }
+    for (int64_t row = 0; row < Rows; ++row) {
+      int32_t pair;
+      std::memcpy(&pair, x + row * stride + begin + i, sizeof pair);
+      for (int64_t v = 0; v < kParts; ++v)
+        sum[row][v] = _mm512_dpbf16_ps(sum[row][v], weights[v], (__m512bh)_mm512_set1_epi32(pair));
+    }
+  }
+  for (int64_t row = 0; row < Rows; ++row)
+    for (int64_t v = 0; v < kParts; ++v) _mm512_storeu_ps(sums + row * kOutputs + v * kLanes, sum[row][v]);
+}
+
+// Return the weights of outputs from `first` on, of which there are `num_outputs` in total. Where there is no second
+// half, its products are not used.
+Outputs outputs_from(int64_t first, const Element* weight, int64_t num_outputs, int64_t width, int64_t block_stride) {
+  const Element* block = weight + first / width * block_stride;
+  if (width == kOutputs) return {block, block + kOutputs, 2 * width};
+  return {block, first + width < num_outputs ? block + block_stride : block, 2 * width};
+}
+
+// Round the sums of the first n outputs, at most kOutputs, after adding a bias unless it is null.
+void store_sums(const float* sums, const Element* bias, int64_t n, Element* out) {
+  for (int64_t v = 0; v < kOutputs && v < n; v += kLanes) {
+    const __mmask16 lanes = n - v >= kLanes ? 0xffff : (1u << (n - v)) - 1;
+    __m512 sum = _mm512_loadu_ps(sums + v);
+    if (bias) sum += (vec)((words)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, bias + v)) << 16);
+    _mm256_mask_storeu_epi16(out + v, lanes, (__m256i)_mm512_cvtneps_pbh(sum));
+  }
+}
+
+}  // namespace
+
+// Outputs per block of the weights that linear reads. It computes as many outputs at a time as the last of these says.
+extern "C" const int64_t EXPORT(block_widths)[] = {32, 64};
