@@ -5,7 +5,8 @@
     ../vllm/bin/pip uninstall -y torchvision torchaudio  # unless they fit that torch
     python -m tests.bench.compare_vllm ../vllm/bin/python [--rounds 5] [--moe | --model FOLDER] [--sampled]
 
-Both serve the same bf16 weights without a prefix cache. A ratio above 1 means that Baton is better.
+Both serve the same bf16 weights without a prefix cache, vLLM in another format with ``--vllm-dtype``. A ratio above 1
+means that Baton is better.
 """
 
 import argparse
@@ -84,7 +85,7 @@ def baton(deploy: str, model: Path, changes: Sequence[str]) -> Server:
     return Server("baton", BATON_PORT, model.name, command)
 
 
-def vllm(python: Path, model: Path, scratch: Path) -> Server:
+def vllm(python: Path, model: Path, scratch: Path, dtype: str) -> Server:
     """Return vLLM's server, with the environment that its manual asks for and the metadata that its wheel lacks."""
     metadata = scratch / "vllm-0.32.0+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir()
@@ -97,7 +98,7 @@ def vllm(python: Path, model: Path, scratch: Path) -> Server:
         "VLLM_NO_USAGE_STATS": "1",
         "LD_PRELOAD": str(python.parent.parent / "lib" / "libiomp5.so"),
     }
-    options = ["--dtype", "bfloat16", "--no-enable-prefix-caching", "--max-model-len", str(MAX_LEN)]
+    options = ["--dtype", dtype, "--no-enable-prefix-caching", "--max-model-len", str(MAX_LEN)]
     where = ["--host", "127.0.0.1", "--port", str(VLLM_PORT)]
     command = [str(python.with_name("vllm")), "serve", str(model), *options, *where]
     return Server("vllm", VLLM_PORT, str(model), command, environ)
@@ -163,13 +164,14 @@ def main() -> None:
     models.add_argument("--moe", action="store_true", help="compare a mixture of experts")
     models.add_argument("--model", type=Path, help="folder of a model to compare, instead of a small one")
     parser.add_argument("--sampled", action="store_true", help="sample as the model's generation_config.json says")
+    parser.add_argument("--vllm-dtype", default="bfloat16", help="float32 is faster on CPUs without bf16 instructions")
     parser.add_argument("--set", action="append", default=[], help="set a key of the deploy file")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         scratch = Path(name)
         model = args.model or make_model(scratch / "model", has_experts=args.moe)
-        servers = baton(args.deploy, model, args.set), vllm(args.vllm_python, model, scratch)
+        servers = baton(args.deploy, model, args.set), vllm(args.vllm_python, model, scratch, args.vllm_dtype)
         urls = [stack.enter_context(running(server, scratch / f"{server.name}.log")) for server in servers]
         print("| load | figure | Baton | vLLM | ratio (quartiles) |\n|---|---|---|---|---|")
         for load in args.loads:

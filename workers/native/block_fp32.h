@@ -151,19 +151,20 @@ template <int R>
 void score(const Scratch& s, const float* query, const Block& block, const Block& next, int num_keys) {
   for (int first = 0; first < num_keys; first += kLanes) {
     vec products[R][kLanes];
-    for (int i = first; i < first + kLanes; ++i) {
-      vec x[R] = {};
+    for (int i = first; i < first + kLanes; i += 2) {
+      vec x[2][R] = {};
       for (int64_t d = 0; d < s.key_dim; d += kPairs) {
-        prefetch<kPairs>(next.key[i], d);
-        const Pairs k = load(block.key[i] + d, s.key_dim - d);
+        prefetch<kPairs>(next.key[i], d), prefetch<kPairs>(next.key[i + 1], d);
+        const Pairs k[] = {load(block.key[i] + d, s.key_dim - d), load(block.key[i + 1] + d, s.key_dim - d)};
         const float* q = query + d * R;
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) x[r] += k.even * at(q + r * kLanes);
+        for (int r = 0; r < R; ++r) x[0][r] += k[0].even * at(q + r * kLanes), x[1][r] += k[1].even * at(q + r * kLanes);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) x[r] += k.odd * at(q + (R + r) * kLanes);
+        for (int r = R; r < 2 * R; ++r)
+          x[0][r - R] += k[0].odd * at(q + r * kLanes), x[1][r - R] += k[1].odd * at(q + r * kLanes);
       }
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) products[r][i - first] = x[r];
+      for (int r = 0; r < R; ++r) products[r][i - first] = x[0][r], products[r][i + 1 - first] = x[1][r];
     }
     for (int r = 0; r < R; ++r) at(s.weights + r * kBlock + first) = sums_of(products[r]);
   }
@@ -188,23 +189,36 @@ void weigh(const Scratch& s, int64_t row, int r, int seen, int num_keys) {
   for (int i = 0; i < end; i += kLanes) sum += at(weights + i) = exp2<Element>(at(weights + i) - reference);
 }
 
-// Add the weighted values of num_keys keys to the sums of R rows of a small tile.
-template <int R>
-void add_values(const Scratch& s, float* out, const Block& block, const Block& next, int num_keys) {
-  for (int64_t d = 0; d < s.value_dim; d += kPairs, out += R * kPairs) {
-    vec x[2 * R] = {};
-    for (int i = 0; i < num_keys; ++i) {
-      prefetch<kPairs>(next.value[i], d);
-      const Pairs v = load(block.value[i] + d, s.value_dim - d);
+// Add Count Pairs, from dim d on, of the weighted values of num_keys keys to the sums of R rows of a small tile.
+template <int R, int Count>
+void add_pairs(const Scratch& s, float* out, const Block& block, const Block& next, int num_keys, int64_t d) {
+  vec x[Count][2 * R] = {};
+  for (int i = 0; i < num_keys; ++i) {
+#pragma GCC unroll 2
+    for (int c = 0; c < Count; ++c) {
+      const int64_t at = d + c * kPairs;
+      prefetch<kPairs>(next.value[i], at);
+      const Pairs v = load(block.value[i] + at, s.value_dim - at);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const float weight = s.weights[r * kBlock + i];
-        x[r] += weight * v.even, x[R + r] += weight * v.odd;
+        x[c][r] += weight * v.even, x[c][R + r] += weight * v.odd;
       }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < 2 * R; ++r) at(out + r * kLanes) += x[r];
   }
+#pragma GCC unroll 16
+  for (int r = 0; r < 2 * R * Count; ++r) at(out + d * R + r * kLanes) += x[r / (2 * R)][r % (2 * R)];
+}
+
+// Add the weighted values of num_keys keys to the sums of R rows of a small tile.
+template <int R>
+void add_values(const Scratch& s, float* out, const Block& block, const Block& next, int num_keys) {
+  constexpr int kCount = 4 * R < kRegisters - 4 ? 2 : 1;  // More sums than these do not fit into the registers.
+  for (int64_t d = 0; d < s.value_dim; d += kCount * kPairs)
+    if (kCount == 2 && s.value_dim - d <= kPairs)
+      add_pairs<R, 1>(s, out, block, next, num_keys, d);
+    else
+      add_pairs<R, kCount>(s, out, block, next, num_keys, d);
 }
 
 template <int R>

@@ -82,24 +82,32 @@ inline vec exp2(vec x) {
   return x < -126.0f ? vec{} : (vec)((ints)p + ((ints)whole << 23));
 }
 
-// Every second lane of two vectors, from the first or the second on.
-template <int First, int... Lanes>
+// Of both vectors, every second lane of each four lanes (Unit 1) or every second four lanes (Unit 4), from the first or
+// the second on.
+template <int Unit, int First, int... Lanes>
 inline vec every_second(vec a, vec b, std::integer_sequence<int, Lanes...>) {
+#define LANE (Unit == 4 ? Lanes / 4 * 8 + First * 4 + Lanes % 4 : Lanes % 4 / 2 * kLanes + Lanes / 4 * 4 + Lanes % 2 * 2 + First)
 #ifdef __clang__
-  return __builtin_shufflevector(a, b, (2 * Lanes + First)...);
+  return __builtin_shufflevector(a, b, LANE...);
 #else
-  return __builtin_shuffle(a, b, ints{(2 * Lanes + First)...});
+  return __builtin_shuffle(a, b, ints{LANE...});
 #endif
+#undef LANE
+}
+
+template <int Unit>
+inline vec pair_sums(vec a, vec b) {
+  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
+  return every_second<Unit, 0>(a, b, lanes) + every_second<Unit, 1>(a, b, lanes);
 }
 
 // The sums of kLanes vectors, one per lane. The vectors are overwritten.
 inline vec sums_of(vec x[kLanes]) {
-  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
 #pragma GCC unroll 4
   for (int n = kLanes / 2; n > 0; n /= 2)
 #pragma GCC unroll 8
     for (int i = 0; i < n; ++i)
-      x[i] = every_second<0>(x[2 * i], x[2 * i + 1], lanes) + every_second<1>(x[2 * i], x[2 * i + 1], lanes);
+      x[i] = n >= kLanes / 4 ? pair_sums<1>(x[2 * i], x[2 * i + 1]) : pair_sums<4>(x[2 * i], x[2 * i + 1]);
   return x[0];
 }
 
