@@ -50,7 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests that this machine cannot run, and say what they need."""
     assert len({item.nodeid for item in items}) == len(items), "of tests of one name `pytest -n` runs one"
-    missing = {"mooncake": _mooncake_missing(items), "native": _native_missing(items), "gpu": _gpu_missing(items)}
+    missing = {
+        "mooncake": _mooncake_missing(items),
+        "native": _native_missing(items),
+        "bf16": _bf16_missing(items),
+        "gpu": _gpu_missing(items),
+    }
     missing["chromium"] = None if shutil.which("chromium") else "apt-get install -y --no-install-recommends chromium"
     missing["kubectl"] = None if shutil.which("kubectl") else "kubectl, with kustomize in it"
     for mark, reason in missing.items():
@@ -149,6 +154,14 @@ def _native_missing(items: list[pytest.Item]) -> str | None:
     except CannotCompileError as error:
         return f"{error}; {error.fix}" if error.fix else str(error)
     return None
+
+
+def _bf16_missing(items: list[pytest.Item]) -> str | None:
+    if not any(item.get_closest_marker("bf16") for item in items):
+        return None
+    from workers.device import CPU
+
+    return None if CPU.packs_bf16 else "a CPU with instructions for bf16"
 
 
 def _gpu_missing(items: list[pytest.Item]) -> str | None:

@@ -48,6 +48,7 @@ def main(folder: str, axes: Mapping[str, int], global_rank: int, dtype: str, rea
     sys.stdin.readline()
     files = [path.read_bytes() for path in Path(folder).glob("*.safetensors")] if reads_whole_files else []
     model = load_model(Path(folder), dtype=torch_dtype(dtype), groups=groups)
+    model.pack()
     weights = [*model.parameters(), *(packed.matrix for packed in model.packed_matrices())]
     # All experts share one tensor.
     largest = max(weight.nbytes // (len(weight) if weight.dim() == 3 else 1) for weight in weights)

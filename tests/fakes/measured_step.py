@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from cluster.planner.model import facts_of
-from cluster.spec.config import DeployConfig
+from cluster.spec.config import AttentionSetting, DeployConfig
 from cluster.spec.ids import Role
+from cluster.spec.kv import KvGeometry
 from cluster.spec.memory import pool_layout
 from cluster.spec.strategy import Passing
 from cluster.spec.worker_spec import WorkerSpec
 from tests.fakes.worker_specs import worker_of
-from workers.attention.native_backend import NativeAttention
 from workers.device import CPU
+from workers.engine.native_kernels import choose_kernels
 from workers.engine.rank_groups import join_groups
 from workers.engine.runner import ModelRunner
 from workers.engine.warm_up import warm_up
 from workers.engine.weights import load_model
-from workers.kernels import elementwise
 from workers.memory.page_pool import PagePool
 from workers.models.registry import read_model_config
 from workers.native.library import Library
@@ -43,7 +43,7 @@ def main(*, folder: str, settings: dict[str, Any], rank: int, store: str, **step
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, 1 << 16)
     libc.mallopt(_TRIM_THRESHOLD, 0)
-    attention, library = NativeAttention(), Library.load()
+    Library.load()  # so that its memory does not count
     if not rank:
         opened, port = open_store(spec.host, _START_S)
         print(f"{spec.host}:{port}", flush=True)
@@ -51,8 +51,9 @@ def main(*, folder: str, settings: dict[str, Any], rank: int, store: str, **step
     meeting = join_store(store, _START_S) if rank else opened
     groups = join_groups(spec, meeting, read_model_config(Path(folder)), CPU)
     model = load_model(Path(folder), groups=groups.model)
-    elementwise.register(CPU, model.dtype, library)
-    runner = ModelRunner(model, _pool(spec, Path(folder)), attention, groups, spec.ownership)
+    geometry = facts_of(spec.config, Path(folder)).geometry
+    attention = choose_kernels(AttentionSetting.NATIVE, model, geometry).backend
+    runner = ModelRunner(model, _pool(spec, geometry), attention, groups, spec.ownership)
     warm_up(runner)
     runner.run_dummy(1024, 1024)  # libraries allocate buffers for large products
     held = _status("VmRSS")
@@ -63,10 +64,9 @@ def main(*, folder: str, settings: dict[str, Any], rank: int, store: str, **step
     groups.leave()
 
 
-def _pool(spec: WorkerSpec, folder: Path) -> PagePool:
+def _pool(spec: WorkerSpec, geometry: KvGeometry) -> PagePool:
     """Return a pool of random KV."""
     assert spec.config.kv_memory_gib is not None, "a CPU has no default"
-    geometry = facts_of(spec.config, folder).geometry
     pool = PagePool(pool_layout(geometry, spec.sizes, spec.coords, spec.config.kv_memory_gib or 0.0))
     for layer in range(geometry.num_layers):
         for part in pool.layer_view(layer):

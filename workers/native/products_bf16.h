@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t kOutputs = 64;        // Outputs per call of add_products.
+constexpr int64_t kOutputs = 64;  // Outputs per call of add_products.
 constexpr int64_t kParts = kOutputs / kLanes;
 constexpr int64_t kLines = 2;           // Cache lines of a pair of inputs, in each half of the outputs.
 constexpr int64_t kMostTogether = 6;    // Rows whose sums fit into registers.

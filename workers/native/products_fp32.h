@@ -8,30 +8,24 @@
 namespace {
 
 constexpr int64_t kParts = kRegisters == 32 ? 4 : 2;
-constexpr int64_t kOutputs = kParts * kLanes;  // Outputs per call of add_products.
-constexpr int64_t kLines = 2 * kOutputs / kLine;  // Cache lines of a pair of inputs.
-constexpr int64_t kMostTogether = kRegisters == 32 ? 6 : 5;           // Rows whose sums fit into registers.
-constexpr int64_t kRowsTogether = 8 * kMostTogether;          // Rows that share a read of the weights. They stay in the cache.
+constexpr int64_t kOutputs = kParts * kLanes;                // Outputs per call of add_products.
+constexpr int64_t kLines = 2 * kOutputs / kLine;             // Cache lines of a pair of inputs.
+constexpr int64_t kMostTogether = kRegisters == 32 ? 6 : 5;  // Rows whose sums fit into registers.
+constexpr int64_t kRowsTogether = 8 * kMostTogether;         // Rows that share a read of the weights.
 
-// Rows of inputs, as add_products takes them.
-class Inputs {
- public:
-  const float* rows;
+// Some rows of inputs in fp32, as add_products takes them. They stay in the cache.
+struct Inputs {
   const int64_t stride;
+  const std::unique_ptr<float[]> memory;
+  const float* const rows = memory.get();
 
-  // Allocate memory for num_rows rows.
   Inputs(int64_t num_rows, int64_t num_inputs)
-      : rows(nullptr), stride(num_inputs), memory_(new float[std::min(num_rows, kRowsTogether) * num_inputs]) {
-    rows = memory_.get();
-  }
+      : stride(num_inputs), memory(new float[std::min(num_rows, kRowsTogether) * num_inputs]) {}
 
   void read(const bf16* x, int64_t x_stride, int64_t num_rows) {
     for (int64_t row = 0; row < num_rows; ++row)
-      for (int64_t i = 0; i < stride; ++i) memory_[row * stride + i] = as_float(x[row * x_stride + i]);
+      for (int64_t i = 0; i < stride; ++i) memory[row * stride + i] = as_float(x[row * x_stride + i]);
   }
-
- private:
-  std::unique_ptr<float[]> memory_;
 };
 
 // Weights of kOutputs outputs: pairs of inputs that are `pair_stride` elements apart.
@@ -45,6 +39,7 @@ Outputs outputs_from(int64_t first, const bf16* weight, int64_t, int64_t width, 
   return {weight + first / width * block_stride, 2 * width};
 }
 
+// Add products with one input. `take` returns its weights from those of a pair.
 template <int64_t Rows, class Take>
 inline void add(const float* x, int64_t stride, const bf16* pair, Take take, vec (&sum)[Rows][kParts]) {
   vec weights[kParts];

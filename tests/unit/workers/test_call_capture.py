@@ -100,8 +100,7 @@ def test_replayed_steps_are_those_that_are_computed(
     assert runner.graph_bytes == 0
 
 
-@pytest.mark.native
-@pytest.mark.skipif(not CPU.packs_bf16, reason="this CPU has no bf16 instructions")
+@pytest.mark.bf16
 @pytest.mark.parametrize("most_rows", [None, 4])
 def test_products_by_onednn_are_captured(
     tmp_path: Path, most_rows: int | None, monkeypatch: pytest.MonkeyPatch

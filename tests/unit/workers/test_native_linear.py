@@ -27,23 +27,18 @@ from workers.native.compile import find_compiler
 from workers.native.library import Blocks, Library
 from workers.parallel.model_groups import Part
 
-pytestmark = pytest.mark.native
-
-WITHOUT_ONEDNN = "oneDNN does not multiply in bf16 on this CPU"
-with_onednn = pytest.mark.skipif(not CPU.packs_bf16, reason=WITHOUT_ONEDNN)
+KINDS = [pytest.param(kind, id=kind.name, marks=pytest.mark.native) for kind in kinds_to_test()]
 
 
-@pytest.fixture(scope="module", params=kinds_to_test(), ids=lambda kind: kind.name)
+@pytest.fixture(scope="module", params=KINDS)
 def library(request: pytest.FixtureRequest) -> Library:
     """Native code for a kind of processor that this one supports."""
     return Library.load(find_compiler()._replace(kind=request.param))
 
 
-@pytest.fixture(params=[None, *kinds_to_test()], ids=lambda kind: kind.name if kind else "oneDNN")
+@pytest.fixture(params=[pytest.param(None, id="oneDNN", marks=pytest.mark.bf16), *KINDS])
 def packer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
     """Native code for which weights are packed, or which multiplies by what oneDNN has packed."""
-    if request.param is None and not CPU.packs_bf16:
-        pytest.skip(WITHOUT_ONEDNN)
     if request.param is not None:
         monkeypatch.setattr(CPU, "packs_bf16", False)
     return Library.load(None if request.param is None else find_compiler()._replace(kind=request.param))
@@ -122,7 +117,7 @@ def test_parts_need_no_memory_if_they_begin_with_a_block(library: Library, outpu
     torch.testing.assert_close(part.multiply(x, bias[outputs]), expected)
 
 
-@with_onednn
+@pytest.mark.bf16
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("most_rows", [4, sys.maxsize])
 @pytest.mark.parametrize("outputs", [slice(128), slice(128, None), slice(70), slice(70, None)])
@@ -202,7 +197,7 @@ def test_threads_share_a_large_weight(packer: Library, monkeypatch: pytest.Monke
     assert torch.equal(matrix.multiply_natively(packer, x), alone)
 
 
-@with_onednn
+@pytest.mark.bf16
 @pytest.mark.parametrize("shape", [(64, 63), (65, 2), (128, 512)])
 def test_a_layout_is_known_only_if_it_is_the_expected_one(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -216,7 +211,7 @@ def test_a_layout_is_known_only_if_it_is_the_expected_one(
     assert pack(weight).blocks is None
 
 
-@with_onednn
+@pytest.mark.bf16
 @pytest.mark.parametrize("most", [0, 4, 64, 512])
 def test_as_many_rows_as_are_faster(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library, model = Library.load(), load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16))
