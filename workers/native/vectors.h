@@ -82,19 +82,24 @@ inline vec exp2(vec x) {
   return x < -126.0f ? vec{} : (vec)((ints)p + ((ints)whole << 23));
 }
 
-// Of both vectors, every second lane of each four lanes (Unit 1) or every second four lanes (Unit 4), from the first or
-// the second on.
-template <int Unit, int First, int... Lanes>
-inline vec every_second(vec a, vec b, std::integer_sequence<int, Lanes...>) {
-#define LANE (Unit == 4 ? Lanes / 4 * 8 + First * 4 + Lanes % 4 : Lanes % 4 / 2 * kLanes + Lanes / 4 * 4 + Lanes % 2 * 2 + First)
-#ifdef __clang__
-  return __builtin_shufflevector(a, b, LANE...);
-#else
-  return __builtin_shuffle(a, b, ints{LANE...});
-#endif
-#undef LANE
+// Return which lane every_second takes as its i-th. The lanes of the second vector follow those of the first.
+template <int Unit, int First>
+constexpr int every_second_lane(int i) {
+  return Unit == 4 ? i / 4 * 8 + First * 4 + i % 4 : i % 4 / 2 * kLanes + i / 4 * 4 + i % 2 * 2 + First;
 }
 
+// Return every second lane of each four lanes of two vectors (Unit 1), or every second four lanes (Unit 4), from the
+// first or the second on. On AVX2 and AVX512, either is one instruction.
+template <int Unit, int First, int... Lanes>
+inline vec every_second(vec a, vec b, std::integer_sequence<int, Lanes...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, every_second_lane<Unit, First>(Lanes)...);
+#else
+  return __builtin_shuffle(a, b, ints{every_second_lane<Unit, First>(Lanes)...});
+#endif
+}
+
+// Return the sums of adjacent lanes in each four lanes (Unit 1), or of adjacent four lanes (Unit 4).
 template <int Unit>
 inline vec pair_sums(vec a, vec b) {
   constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
