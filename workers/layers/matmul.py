@@ -164,8 +164,9 @@ def packed(weight: Tensor, library: Library | None = None) -> Tensor | PackedMat
 def _pack_for(library: Library, weight: Tensor) -> PackedMatrix:
     """Pack a weight with an even number of inputs for native code, which then multiplies any number of rows."""
     (num_outputs, num_inputs), width = weight.shape, library.block_widths[-1]
-    whole = functional.pad(weight, (0, 0, 0, -num_outputs % width))
-    matrix = whole.view(-1, width, num_inputs // 2, 2).transpose(1, 2).contiguous()
+    missing = -num_outputs % width
+    whole = functional.pad(weight, (0, 0, 0, missing)) if missing else weight  # padding by nothing copies, too
+    matrix = whole.reshape(-1, width, num_inputs // 2, 2).transpose(1, 2).contiguous()
     native = NativeProducts(library, sys.maxsize)
     return PackedMatrix(matrix, matrix.data_ptr(), weight.shape, Blocks(width, width * num_inputs), native)
 

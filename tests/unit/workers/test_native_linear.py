@@ -3,6 +3,7 @@
 import platform
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -21,7 +22,15 @@ from workers.engine.weights import load_model
 from workers.expert_parallel.token_dispatcher import RoutedTokens
 from workers.layers.feed_forward import Experts
 from workers.layers.latent_attention import LatentAttention
-from workers.layers.matmul import NativeProducts, PackedMatrix, _find_blocks, _pack_for, multiply_groups, packed
+from workers.layers.matmul import (
+    _ONEDNN_WIDTHS,
+    NativeProducts,
+    PackedMatrix,
+    _find_blocks,
+    _pack_for,
+    multiply_groups,
+    packed,
+)
 from workers.layers.shard import even_shard
 from workers.native.compile import find_compiler
 from workers.native.library import Blocks, Library
@@ -74,7 +83,7 @@ def in_blocks(weight: torch.Tensor, width: int, depth: int) -> torch.Tensor:
     gap=st.integers(0, 5),
     has_bias=st.booleans(),
     seed=st.integers(0, 2**30),
-    which=st.integers(0, 1),
+    which=st.sampled_from([0, 1, None]),
 )
 def test_products(
     library: Library,
@@ -84,17 +93,38 @@ def test_products(
     gap: int,
     has_bias: bool,
     seed: int,
-    which: int,
+    which: int | None,
 ) -> None:
-    """Multiply by a weight in any layout that native code knows, with surplus zeros, as oneDNN adds them."""
+    """Multiply by a weight as it is packed on this CPU, or in any layout that native code knows, with surplus zeros, as
+    oneDNN adds them.
+    """
     weight, x = draw(seed, num_outputs, 2 * num_pairs), draw(seed + 1, num_rows, 2 * num_pairs + gap)[:, gap:]
     bias = draw(seed + 2, num_outputs) if has_bias else None
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    width, depth = library.block_widths[which], 2 * num_pairs + 2 * (seed % 3)
-    memory = in_blocks(weight, width, depth)
-    product = library.linear(x, memory.data_ptr(), num_outputs, Blocks(width, width * depth), bias)
+    reads_onednn = CPU.packs_bf16 and library.block_widths == _ONEDNN_WIDTHS
+    matrix = pack(weight) if reads_onednn else _pack_for(library, weight)
+    if which is not None:
+        width, depth = library.block_widths[which], 2 * num_pairs + 2 * (seed % 3)
+        memory = in_blocks(weight, width, depth)
+        matrix.address, matrix.blocks = memory.data_ptr(), Blocks(width, width * depth)
+    product = matrix.multiply_natively(library, x, bias)
     assert product.shape == (num_rows, num_outputs)
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=num_pairs * 1e-6)
+
+
+@given(
+    num_outputs=st.integers(1, 300),
+    num_pairs=st.integers(1, 700),
+    surplus=st.integers(0, 2),
+    seed=st.integers(0, 2**30),
+    width=st.sampled_from(_ONEDNN_WIDTHS),
+)
+def test_layouts_of_onednn_are_found(num_outputs: int, num_pairs: int, surplus: int, seed: int, width: int) -> None:
+    weight = draw(seed, num_outputs, 2 * num_pairs)
+    memory = in_blocks(weight, width, 2 * (num_pairs + surplus))
+    blocks = _find_blocks(memory, weight)
+    assert blocks is not None
+    assert blocks.stride * -(-num_outputs // blocks.width) == len(memory)
 
 
 @given(num_outputs=st.integers(1, 300), num_inputs=st.integers(1, 50))
@@ -181,7 +211,8 @@ def test_native_heads_of_latents(packer: Library, tmp_path: Path, monkeypatch: p
     heads.pack(packer)
     matrices = [*heads._absorbing, *heads._valuing]
     assert len(matrices) == 2 * config.num_heads
-    let_multiply(packer, matrices)
+    for matrix in matrices:
+        matrix.native = NativeProducts(packer, 5)
     linear = Mock(wraps=packer.linear_of_heads)
     monkeypatch.setattr(packer, "linear_of_heads", linear)
     for queries, latents, absorbed, values in cases:
@@ -194,6 +225,7 @@ def test_threads_share_a_large_weight(packer: Library, monkeypatch: pytest.Monke
     matrix, x = pack(draw(1, 1000, 128), packer), draw(2, 9, 128)
     alone = matrix.multiply_natively(packer, x)
     monkeypatch.setattr(packer, "_num_threads", 3)
+    monkeypatch.setattr(packer, "_helpers", ThreadPoolExecutor(3))
     assert torch.equal(matrix.multiply_natively(packer, x), alone)
 
 
