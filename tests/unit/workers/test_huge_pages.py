@@ -1,6 +1,7 @@
 """Huge pages: which memory Linux is asked for, and that its content stays."""
 
 import ctypes
+import errno
 import mmap
 import subprocess
 import sys
@@ -59,8 +60,8 @@ def test_shared_memory_is_writable_and_begins_where_a_huge_page_can(num_bytes: i
 
 
 _TWO_BUFFERS = """
-import ctypes, mmap, re, time
-from workers.memory.huge_pages import use_huge_pages, use_small_pages
+import ctypes, mmap, re
+from workers.memory.huge_pages import _COLLAPSE, use_huge_pages, use_small_pages
 
 def make_buffer() -> mmap.mmap:
     buffer = mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -72,23 +73,22 @@ def huge_kib() -> int:
     return int(re.search(r"AnonHugePages: +(\\d+)", open("/proc/self/smaps_rollup").read())[1])
 
 first = make_buffer()
-# For these pages, Linux makes room. For those that a program touches, it may find none.
-for _ in range(50):
-    use_huge_pages(ctypes.addressof(ctypes.c_char.from_buffer(first)), len(first))
-    if huge_kib():
-        break
-    time.sleep(0.2)  # other tests use nearly all memory
+address = ctypes.addressof(ctypes.c_char.from_buffer(first))
+use_huge_pages(address, len(first))
+ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(address), ctypes.c_size_t(2 << 20), _COLLAPSE)
+error = ctypes.get_errno()
 before = huge_kib()
 use_small_pages()
 second = make_buffer()
-print(before, huge_kib())
+print(before, huge_kib(), error)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has huge pages")
 def test_huge_pages_stay_and_none_is_added() -> None:
-    """Linux has none if an administrator turned them off."""
+    """Linux may have no memory for huge pages at this moment, or an administrator turned them off."""
     done = subprocess.run([sys.executable, "-c", _TWO_BUFFERS], capture_output=True, text=True, check=True, cwd=ROOT)
-    before, after = map(int, done.stdout.split())
+    before, after, error = map(int, done.stdout.split())
     assert after == before
-    assert before > 0 or "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    no_memory = error in (errno.EAGAIN, errno.EBUSY, errno.ENOMEM)
+    assert before > 0 or no_memory or "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
