@@ -13,9 +13,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from pydantic_core import PydanticCustomError
 
 from cluster.spec.clock import Clock
-from cluster.spec.config import RouterConfig
 from cluster.spec.env import ADMIN_KEY, ALLOWED_TOKEN, API_KEYS, parse_token
 from cluster.spec.errors import UserError
+from cluster.spec.router_config import RouterConfig
 from cluster.spec.worker_spec import RouterShare
 from router.errors import KeyLimitError
 from router.request import ANYBODY

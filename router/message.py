@@ -7,9 +7,9 @@ import secrets
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.spec.config import ReasoningParser
+from cluster.spec.router_config import ReasoningParser
 from router.text import MarkerScanner, Trimmer
-from router.tool_calls.parsers import Argued, CallBegun, Event, Said, ToolParser
+from router.tool_calls.events import Argued, CallBegun, Event, Said, ToolParser
 
 OPENING, CLOSING = "<think>", "</think>"
 
@@ -148,8 +148,8 @@ class MessageReader:
                 part.reasoning += text
             case Said(text):
                 part.content += text
-            case CallBegun(name):
-                part.calls.append(CallPart(index=self._num_calls, id=new_call_id(), name=name))
+            case CallBegun(name, call_id):
+                part.calls.append(CallPart(index=self._num_calls, id=call_id or new_call_id(), name=name))
                 self._num_calls += 1
             case Argued(text):
                 if not part.calls:

@@ -11,8 +11,9 @@ from random import Random
 
 import msgspec
 
-from cluster.spec.config import DeployConfig, PolicyName
+from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Peer, Role, Room
+from cluster.spec.router_config import PolicyName
 from cluster.spec.worker_spec import ALONE, RouterShare
 from router.directory import Breakers, Directory, Load, LoadBook
 from router.page_index import CachedPages, PageIndex

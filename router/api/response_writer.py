@@ -16,7 +16,7 @@ from router.preprocess.job import ResponsesOptions
 from router.preprocess.model import ServedModel
 from router.preprocess.response_request import sealed
 from router.text import OutputChunk
-from router.tool_calls.parsers import Argued, CallBegun, Said
+from router.tool_calls.events import Argued, CallBegun, Said
 
 _encode_json = msgspec.json.Encoder().encode
 
@@ -141,9 +141,9 @@ class OutputItems:
                     events += self._grow(_Reasoning, text)
                 case Said(text):
                     events += self._grow(_Message, text)
-                case CallBegun(name):
+                case CallBegun(name, call_id):
                     events += self._end("completed")
-                    events += self._begin(_Call(self._request_id, len(self._ended), name))
+                    events += self._begin(_Call(self._request_id, len(self._ended), name, call_id or new_call_id()))
                 case Argued(text):
                     assert isinstance(self._growing, _Call), "arguments follow their call"
                     events += self._growing.grow(text, self._take_pending())
@@ -259,10 +259,9 @@ class _Message(_Growing):
 class _Call(_Growing):
     prefix, text_event, text_field = "fc", "function_call_arguments", "arguments"
 
-    def __init__(self, request_id: str, index: int, name: str) -> None:
+    def __init__(self, request_id: str, index: int, name: str, call_id: str) -> None:
         super().__init__(request_id, index)
-        self._name = name
-        self._call_id = new_call_id()
+        self._name, self._call_id = name, call_id
 
     def item(self, status: ItemStatus) -> OutputCall:
         return OutputCall(id=self.item_id, status=status, call_id=self._call_id, name=self._name, arguments=self.text)

@@ -273,8 +273,8 @@ class CompletionWriter(TextWriter):
 
 def new_reader(model: ServedModel, form: AnswerForm) -> MessageReader:
     """Return a reader that splits the text of one choice."""
-    names, dialect = form.tool_names, model.dialect
-    return MessageReader(form.thinking, None if names is None or dialect is None else dialect.parser(names))
+    functions, dialect = form.functions, model.dialect
+    return MessageReader(form.thinking, None if functions is None or dialect is None else dialect.parser(functions))
 
 
 def _or_unset(logprobs: PromptLogprobs | None) -> PromptLogprobs | UnsetType:

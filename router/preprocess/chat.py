@@ -1,17 +1,19 @@
 """Conversion of a chat body to a request: template, tools, reasoning, structured output."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.spec.errors import UserError
 from router.errors import bad_request
 from router.message import CLOSING, OPENING, Thinking, reasoning_after
-from router.preprocess.constrain import ANY_OBJECT, Constraint, grammar_of, json_part, wanted_answer
+from router.preprocess.call_grammar import Callee, call_constraint
+from router.preprocess.constrain import Constraint, grammar_of, wanted_answer
 from router.preprocess.intake import check, given_or, make_requests, token_ids_of
 from router.preprocess.job import AnswerForm
 from router.preprocess.model import ServedModel
 from router.preprocess.requests import AllowedTools, ChatMessage, ChatRequest, NamedTool, TemplateBody, Tool
 from router.request import GenerateRequest
+from router.tool_calls.arguments import types_of_parameters
 from router.tool_calls.dialects import Dialect
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -31,9 +33,9 @@ def chat_request(model: ServedModel, body: ChatRequest, max_tokens: int) -> tupl
     grammar = grammar_of(model, lambda: _constraint(model, body, dialect), thinking)
     markers = [OPENING, CLOSING] if model.has_reasoning else []
     markers += dialect.markers if dialect is not None else ()
-    names = [tool.function.name for _, tool in _callable(body)]
+    functions = None if dialect is None else _functions(body, dialect)
     (request,) = make_requests(model, body, [prompt_ids], max_tokens, grammar, markers)
-    return request, AnswerForm(thinking, names if dialect is not None else None)
+    return request, AnswerForm(thinking, functions)
 
 
 def chat_prompt(model: ServedModel, messages: Sequence[ChatMessage], options: TemplateBody) -> tuple[list[int], str]:
@@ -45,12 +47,19 @@ def chat_prompt(model: ServedModel, messages: Sequence[ChatMessage], options: Te
     if "developer" not in (model.tokenizer.chat_template or ""):
         # Most templates skip unknown roles, so the message would be lost.
         given = [message | {"role": "system"} if message["role"] == "developer" else message for message in given]
+    if "['content'] is none" in (model.tokenizer.chat_template or ""):
+        # DeepSeek's first templates skip the calls of messages that have content, even an empty one.
+        given = [message | {"content": None} if _only_calls(message) else message for message in given]
     try:
         opens_answer = options.add_generation_prompt is not False
         text = model.tokenizer.apply_chat_template(given, opens_answer, options.variables)
     except UserError as error:
         raise bad_request(str(error), "messages") from error
     return token_ids_of(model, text, "messages", add_special_tokens=bool(options.add_special_tokens)), text
+
+
+def _only_calls(message: Mapping[str, Any]) -> bool:
+    return "tool_calls" in message and not message["content"]
 
 
 def _with_names(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -110,19 +119,26 @@ def _is_best_effort(body: ChatRequest) -> bool:
 
 def _calls(body: ChatRequest, dialect: Dialect, whole_texts: frozenset[str], *, with_text: bool) -> Constraint:
     """Return the grammar of tool calls. With ``with_text``, any text may precede or replace them."""
-    tools = _callable(body)
-    names = [tool.function.name for _, tool in tools]
     # Best-effort tool calls need no schema, so one that cannot be enforced is no reason to refuse the request.
     holds_schemas = not (with_text and _is_best_effort(body))
-    parts = {}
-    for number, (index, tool) in enumerate(tools):
-        schema = {**ANY_OBJECT, **given_or(tool.function.parameters, _NO_PARAMETERS)} if holds_schemas else ANY_OBJECT
-        parts[f"arguments_{number}"] = json_part(schema, f"tools[{index}].function.parameters")
+    callees = [
+        Callee(
+            tool.function.name,
+            given_or(tool.function.parameters, _NO_PARAMETERS) if holds_schemas else None,
+            f"tools[{index}].function.parameters",
+        )
+        for index, tool in _callable(body)
+    ]
     several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
-    rules = dialect.lark(names, whole_texts, several=several)
-    if with_text:
-        rules += dialect.text_lark(names, whole_texts, several=several)
-    return Constraint(rules=rules, starts=("free" if with_text else "calls",), parts=parts)
+    return call_constraint(dialect, callees, whole_texts, several=several, with_text=with_text)
+
+
+def _functions(body: ChatRequest, dialect: Dialect) -> dict[str, dict[str, list[str]]]:
+    """Return the functions that may be called, with the types of parameters that are written one by one."""
+    return {
+        tool.function.name: types_of_parameters(tool.function.parameters or {}) if dialect.form.parameter else {}
+        for _, tool in _callable(body)
+    }
 
 
 def _callable(body: ChatRequest) -> list[tuple[int, Tool]]:

@@ -30,7 +30,7 @@ _HOLDING = frozenset(
 """Keywords whose value is a schema or a list of schemas."""
 _HOLDING_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose value is an object of schemas. Other keywords contain no schema, whatever their values look like."""
-_NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
+NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
 """Keywords that do not affect validity."""
 _REASONING = {Thinking.NONE: "", Thinking.OPTIONAL: "(opening reasoning)? ", Thinking.BEGUN: "reasoning "}
 
@@ -225,5 +225,5 @@ def _forbids_nothing(keyword: str, value: Any) -> bool:
         case "uniqueItems":
             return value is False
         case "propertyNames" if isinstance(value, dict):
-            return {name: value[name] for name in value.keys() - _NOTES} in ({}, {"type": "string"})
+            return {name: value[name] for name in value.keys() - NOTES} in ({}, {"type": "string"})
     return False

@@ -56,8 +56,9 @@ class AnswerForm(msgspec.Struct, frozen=True):
     """Content that the text of an answer may have besides the answer itself."""
 
     thinking: Thinking = Thinking.NONE
-    tool_names: list[str] | None = None
-    """Functions that the model may call; None if it must not call any."""
+    functions: dict[str, dict[str, list[str]]] | None = None
+    """Functions that the model may call, with the JSON types of parameters that it writes one by one; None if it must
+    not call any."""
 
 
 class ChatOptions(ResponseOptions, frozen=True, kw_only=True):

@@ -17,7 +17,8 @@ from typing import Any
 
 import httpx
 
-from cluster.spec.config import DeployConfig, ModelConfig, RouterConfig
+from cluster.spec.config import DeployConfig, ModelConfig
+from cluster.spec.router_config import RouterConfig
 from tests.bench.router import call
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.router_cluster import wait_ready

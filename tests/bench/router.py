@@ -21,11 +21,12 @@ import httpx
 import uvloop
 
 from cluster.channel import Inbox, Outbox
-from cluster.spec.config import DeployConfig, ModelConfig, RouterConfig
+from cluster.spec.config import DeployConfig, ModelConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, Role, Room, replica_id
 from cluster.spec.messages import Cancel, KvEvents, Message, Output, Submit, SubscribeKvEvents
 from cluster.spec.registry import TableSnapshot
+from cluster.spec.router_config import RouterConfig
 from cluster.spec.sampling import FinishReason
 from cluster.spec.step_messages import Shutdown
 from tests.bench.http_load import full_load, random_load, request_of

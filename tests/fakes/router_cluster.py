@@ -9,9 +9,10 @@ from typing import Any
 
 import httpx
 
-from cluster.spec.config import DeployConfig, LogConfig, ModelConfig, PrefillConfig, RouterConfig
+from cluster.spec.config import DeployConfig, LogConfig, ModelConfig, PrefillConfig
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Submit
+from cluster.spec.router_config import RouterConfig
 from cluster.spec.worker_spec import Rendezvous
 from router.server import RouterServer
 from tests.fakes.bootstrap import FakeTable, entry_of, table_of

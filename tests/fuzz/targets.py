@@ -24,10 +24,10 @@ from cluster.bootstrap.service import decode_body
 from cluster.bootstrap.table import BootstrapTable, TableRefusedError
 from cluster.channel import decode, encode
 from cluster.cli.control import decode_command
-from cluster.spec.config import RouterConfig
 from cluster.spec.errors import ConfigError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import Heartbeat, RankRecord, ReplicaLoad
+from cluster.spec.router_config import RouterConfig
 from cluster.spec.wire import TokenIds
 from cluster.supervisor.commands import DrainCommand, RestartCommand, ResumeCommand, ScaleCommand, StatusCommand
 from cluster.supervisor.events import Tick

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from cluster.spec.config import DeployConfig, ModelConfig, RouterConfig
+from cluster.spec.config import DeployConfig, ModelConfig
 from cluster.spec.env import ADMIN_KEY
+from cluster.spec.router_config import RouterConfig
 from cluster.spec.worker_spec import RouterShare, router_shares
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.model_folder import write_model_folder

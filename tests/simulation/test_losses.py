@@ -7,9 +7,10 @@ import pytest
 from cluster.simulator.environment import Network
 from cluster.simulator.scenario import ClientRequest, Hazards, Scenario, Shape
 from cluster.simulator.simulation import Outcome, Simulation
-from cluster.spec.config import RouterConfig, TransferConfig
+from cluster.spec.config import TransferConfig
 from cluster.spec.messages import Message
 from cluster.spec.registry import Verify
+from cluster.spec.router_config import RouterConfig
 
 TRANSFER_TIMEOUT_S = TransferConfig().transfer_timeout_s
 SHAPE = Shape(

@@ -1,5 +1,6 @@
 """Tools and reasoning as the openai client sees them, complete and streamed."""
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +13,7 @@ import tokenizers
 from cluster.grammar import Grammars
 from tests.fakes.model_folder import VOCAB_SIZE, write_json, write_model_folder
 from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
+from tests.unit.router.test_tagged_calls import CALLS, SCHEMA, WRITERS
 
 pytestmark = pytest.mark.integration
 
@@ -152,6 +154,37 @@ def test_markers_that_are_tokens(tmp_path: Path, is_special: bool) -> None:
             assert follows(grammars, special, call)
             others = tokenizer.encode(ANSWER.replace('"weather"', '"other"'), add_special_tokens=False).ids
             assert not follows(grammars, special, others)
+
+
+@pytest.mark.parametrize("dialect", WRITERS)
+def test_calls_between_tags(tmp_path: Path, dialect: str) -> None:
+    """The ids of Kimi's calls are its own, since its template shows them again."""
+    tools = [{"name": "get", "parameters": SCHEMA}, {"name": "put"}]
+    own_ids = ["functions.get:0", "functions.put:1"] if dialect == "kimi_k2" else None
+    for tagged in run_cluster(write_model_folder(tmp_path), tool_parser=dialect):
+        tagged.decode.says = f"Let me see.\n{WRITERS[dialect](CALLS)}".encode()
+        client = openai.OpenAI(base_url=f"{tagged.url}/v1", api_key="none")
+        chat: Any = {
+            "model": MODEL,
+            "messages": MESSAGES,
+            "tools": [{"type": "function", "function": t} for t in tools],
+        }
+        message: Any = client.chat.completions.create(**chat).choices[0].message
+        whole = [
+            {"id": call.id, "name": call.function.name, "arguments": call.function.arguments}
+            for call in message.tool_calls
+        ]
+        _, content, streamed = collect(list(client.chat.completions.create(**chat, stream=True)))
+        response: Any = client.responses.create(
+            model=MODEL, input="hi", tools=[{"type": "function", **tool} for tool in tools], store=False
+        )
+        text, *calls = response.output
+        items = [{"id": call.call_id, "name": call.name, "arguments": call.arguments} for call in calls]
+        assert message.content == content == text.content[0].text == "Let me see."
+        for found in (whole, streamed, items):
+            assert [(call["name"], json.loads(call["arguments"])) for call in found] == CALLS
+            assert own_ids in (None, [call["id"] for call in found])
+        client.close()
 
 
 def follows(grammars: Grammars, cluster: RouterCluster, token_ids: list[int]) -> bool:

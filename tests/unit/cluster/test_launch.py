@@ -18,10 +18,11 @@ from cluster.launch.launcher import LOOPBACK, Launcher
 from cluster.launch.waits import Deadline, blame, gather
 from cluster.logs import ProcessLog
 from cluster.processes import this_process
-from cluster.spec.config import DeployConfig, LogConfig, ResourcesConfig, RouterConfig
+from cluster.spec.config import DeployConfig, LogConfig, ResourcesConfig
 from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserError
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Incarnation
+from cluster.spec.router_config import RouterConfig
 from cluster.spec.worker_spec import Rendezvous, RouterShare
 from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher, start_all
 from tests.fakes.ray import HOME, FakeSystem, World

@@ -37,3 +37,17 @@ def test_results_have_the_name_of_their_function(
     messages = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "x", **result}]
     body = ChatRequest.model_validate({"model": "m", "messages": messages})
     assert chat_prompt(model, body.messages, body)[1] == f"{expected}: x. "
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(None, "calls get {}."), ("", "calls get {}."), ("so", "so"), ([], "calls get {}.")]
+)
+def test_calls_are_shown_by_templates_that_ask_for_missing_content(
+    tmp_path: Path, content: object, expected: str
+) -> None:
+    shown = "calls {{ m.tool_calls[0].function.name + ' ' + m.tool_calls[0].function.arguments }}."
+    template = f"{{% for m in messages %}}{{% if m['content'] is none %}}{shown}{{% else %}}{{{{ m.content }}}}"
+    model = read_model(config_of(), write_model_folder(tmp_path, template=template + "{% endif %}{% endfor %}"))
+    message = {"role": "assistant", "content": content, "tool_calls": [call("a", "get")]}
+    body = ChatRequest.model_validate({"model": "m", "messages": [message]})
+    assert chat_prompt(model, body.messages, body)[1] == expected

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from cluster.spec.config import RouterConfig
 from cluster.spec.errors import UserError
+from cluster.spec.router_config import RouterConfig
 from cluster.spec.worker_spec import ALONE, router_shares
 from router.api_keys import ApiKey, KeyLimits, read_keys
 from router.errors import KeyLimitError

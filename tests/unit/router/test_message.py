@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from router.message import MessagePart, MessageReader, Thinking, has_reasoning, reasoning_after
 from router.tool_calls.dialects import DIALECTS, find_dialect
-from router.tool_calls.parsers import ToolParser
+from router.tool_calls.events import ToolParser
 from workers.models.recall import CHAT_TEMPLATE
 
 NAMES = ["get", "put"]
 
 
 def reader(dialect: str | None = None, thinking: Thinking = Thinking.NONE) -> MessageReader:
-    parser: ToolParser | None = DIALECTS[dialect].parser(NAMES) if dialect else None
+    parser: ToolParser | None = DIALECTS[dialect].parser({name: {} for name in NAMES}) if dialect else None
     return MessageReader(thinking, parser)
 
 

@@ -5,8 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.config import PolicyName
 from cluster.spec.ids import Room
+from cluster.spec.router_config import PolicyName
 from router.directory import Load
 from router.picker import POLICIES, Candidate, PickInputs
 from tests.fakes.bootstrap import peer_of

@@ -9,8 +9,9 @@ import uvloop
 
 from cluster.channel import Outbox
 from cluster.spec.clock import Clock, SystemClock
-from cluster.spec.config import DeployConfig, RouterConfig
+from cluster.spec.config import DeployConfig
 from cluster.spec.messages import Cancel, Message, Submit
+from cluster.spec.router_config import RouterConfig
 from router.directory import Breakers, Directory, LoadBook
 from router.dispatch import RequestTable
 from router.errors import RequestFailedError

@@ -17,7 +17,7 @@ from router.api.responses import PromptTokensDetails, Usage
 from router.message import MessageReader, Thinking
 from router.preprocess.job import ResponsesOptions
 from router.preprocess.model import ServedModel
-from router.tool_calls.parsers import HermesParser
+from router.tool_calls.json_parsers import HermesParser
 
 CALLS = [("get", '{"a": [1, "}"]}'), ("stop", "{}")]
 WRITTEN = [f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>' for name, arguments in CALLS]

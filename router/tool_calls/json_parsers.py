@@ -1,12 +1,11 @@
 """Incremental parsers of tool calls in Hermes and Llama formats: JSON objects with name and arguments."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection
 
 import msgspec
 
 from router.text import MarkerScanner, Trimmer
+from router.tool_calls.events import Argued, CallBegun, Event, Said
 
 _ARGUMENTS = ("arguments", "parameters")
 KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
@@ -16,38 +15,6 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 """Optional prefix of calls in Llama models."""
 _BETWEEN = " \t\r\n;"
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallBegun:
-    """Beginning of a call to a function. Later arguments belong to it."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Argued:
-    """Next part of the latest call's arguments, in JSON."""
-
-    text: str
-
-
-Event = Said | CallBegun | Argued
-
-
-class ToolParser(Protocol):
-    """Parses one answer's text, given in arbitrary pieces."""
-
-    def push(self, text: str) -> Sequence[Event]:
-        """Return the events that this text completes. Parts of markers are never passed on as text."""
-
-    def flush(self) -> Sequence[Event]:
-        """Return the events of the held-back text, at the end of the answer."""
 
 
 class CallScanner:
