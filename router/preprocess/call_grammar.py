@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from router.errors import bad_request
 from router.preprocess.constrain import ANY_OBJECT, NOTES, Constraint, Part, json_part
-from router.tool_calls.arguments import json_types
+from router.tool_calls.arguments import JsonTypes
 from router.tool_calls.dialects import Dialect
 from router.tool_calls.forms import ParameterForm
 
@@ -87,10 +87,11 @@ class _CallGrammar:
         if not properties:
             return [f'{name}: ""' if schema.get("additionalProperties") is False else f"{name}: any_parameter*"], {}
         rules, parts, members = [], dict[str, Part](), []
+        types = JsonTypes(schema)
         for index, (key, own) in enumerate(properties.items()):
             rule, value = f"parameter_{number}_{index}", f"value_{number}_{index}"
             members.append(rule if key in required else f"{rule}?")
-            alternatives = self._parameter(form, key, own, json_types(own, schema), f"@{value}")
+            alternatives = self._parameter(form, key, own, types.of(own), f"@{value}")
             rules.append(f"{rule}: {' | '.join(alternatives.values())}")
             if "json" in alternatives:
                 shared = {each: schema[each] for each in _DEFINITIONS if each in schema}

@@ -15,32 +15,47 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 def types_of_parameters(schema: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the JSON types that each parameter of a function can have. Parameters of any type are left out."""
     properties = schema.get("properties")
-    found = {name: json_types(own, schema) for name, own in properties.items()} if isinstance(properties, dict) else {}
-    return {name: sorted(types) for name, types in found.items() if types is not None}
+    if not isinstance(properties, dict):
+        return {}
+    types = JsonTypes(schema)
+    found = {name: types.of(own) for name, own in properties.items()}
+    return {name: sorted(each) for name, each in found.items() if each is not None}
 
 
-def json_types(schema: Any, root: Mapping[str, Any], *, depth: int = 8) -> frozenset[str] | None:
-    """Return the JSON types that a schema allows, or None for any. References are followed in ``root``."""
-    if not isinstance(schema, dict) or depth == 0:
+class JsonTypes:
+    """JSON types that the parts of a schema allow."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        """Follow references in ``root``."""
+        self._root = root
+        self._known: dict[str, frozenset[str] | None] = {}
+        """Types by reference: each is followed once, since references can form cycles."""
+
+    def of(self, schema: Any, depth: int = 8) -> frozenset[str] | None:
+        """Return the types that a schema allows, or None for any, or if it is nested more than ``depth`` deep."""
+        if not isinstance(schema, dict) or depth == 0:
+            return None
+        match schema:
+            case {"$ref": str(path)}:
+                if path not in self._known:
+                    self._known[path] = None
+                    self._known[path] = self.of(_resolved(path, self._root), depth - 1)
+                return self._known[path]
+            case {"enum": list(values)}:
+                return frozenset(_KINDS[type(value)] for value in values)
+            case {"const": value}:
+                return frozenset([_KINDS[type(value)]])
+            case {"type": str(name)}:
+                return frozenset([name])
+            case {"type": list(names)}:
+                return frozenset(name for name in names if isinstance(name, str))
+            case {"anyOf": list(inner)} | {"oneOf": list(inner)}:
+                several = [self.of(each, depth - 1) for each in inner]
+                known = [types for types in several if types is not None]
+                return frozenset().union(*known) if len(known) == len(several) else None
+            case {"allOf": [only]}:
+                return self.of(only, depth - 1)
         return None
-    match schema:
-        case {"$ref": str(path)}:
-            return json_types(_resolved(path, root), root, depth=depth - 1)
-        case {"enum": list(values)}:
-            return frozenset(_KINDS[type(value)] for value in values)
-        case {"const": value}:
-            return frozenset([_KINDS[type(value)]])
-        case {"type": str(name)}:
-            return frozenset([name])
-        case {"type": list(names)}:
-            return frozenset(filter(lambda name: isinstance(name, str), names))
-        case {"anyOf": list(inner)} | {"oneOf": list(inner)}:
-            several = [json_types(each, root, depth=depth - 1) for each in inner]
-            known = [types for types in several if types is not None]
-            return frozenset().union(*known) if len(known) == len(several) else None
-        case {"allOf": [only]}:
-            return json_types(only, root, depth=depth - 1)
-    return None
 
 
 def _resolved(path: str, root: Mapping[str, Any]) -> Any:
