@@ -1,17 +1,13 @@
 """Tokenizer and chat template of a model folder in Hugging Face format, without importing torch or transformers."""
 
-import datetime
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
+from cluster.chat_template import compile_template, read_json, read_templates
 from cluster.spec.context import model_context
 from cluster.spec.errors import UserError
 
@@ -48,15 +44,15 @@ class Tokenizer:
             raise UserError(f"{path} is not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        config = _read_json(folder / "config.json")
+        config = read_json(folder / "config.json")
         text_config = config | config.get("text_config", {})
-        tokenizer_config = _read_json(folder / "tokenizer_config.json")
-        self.special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | tokenizer_config)
+        tokenizer_config = read_json(folder / "tokenizer_config.json")
+        self.special_tokens = _special_tokens(read_json(folder / "special_tokens_map.json") | tokenizer_config)
         self.vocab_size: int = text_config.get("vocab_size") or self._tokenizer.get_vocab_size()
         """Size of the model's embedding table. The tokenizer may have fewer or more tokens."""
         self.max_context: int | None = model_context(text_config)
         """Maximum number of prompt and output tokens together, if the model declares it."""
-        self.generation_config = _read_json(folder / "generation_config.json")
+        self.generation_config = read_json(folder / "generation_config.json")
         """Contents of the model's generation_config.json; empty if there is no such file."""
         self.eos_ids = self._eos_ids(text_config)
         added = self._tokenizer.get_added_tokens_decoder().values()
@@ -66,13 +62,13 @@ class Tokenizer:
         """Texts of tokens that a grammar allows only by name. llguidance takes all added tokens in angle brackets as
         special, such as Qwen's markers, which are not."""
         self._drops_space = self._finds_dropped_space()
-        templates = _read_templates(folder, tokenizer_config)
+        templates = read_templates(folder, tokenizer_config, config.get("model_type"))
         self.chat_template = templates.get("default", next(iter(templates.values()), None))
         self.tool_template = templates.get("tool_use", self.chat_template)
         """Template of conversations with tools, which some models have apart, such as Hermes."""
-        self._template = _compile(self.chat_template)
+        self._template = compile_template(self.chat_template, folder)
         is_same = self.tool_template == self.chat_template
-        self._tool_template = self._template if is_same else _compile(self.tool_template)
+        self._tool_template = self._template if is_same else compile_template(self.tool_template, folder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Special tokens spelled out in the text are recognized."""
@@ -181,62 +177,6 @@ class Detokenizer:
         return text
 
 
-class _Generation(Extension):
-    """Jinja tag ``{% generation %}``, which marks the model's own text and leaves it unchanged."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(source: str | None) -> Template | None:
-    if source is None:
-        return None
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise UserError(f"the model's chat template is not valid: {error}") from error
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Encode JSON without escaping HTML, unlike Jinja's own filter but like the models' training data."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return chat templates by name; the only one of most models is the default one."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-        paths = {"default": path} | {other.stem: other for other in others}
-        return {name: each.read_text(encoding="utf-8") for name, each in paths.items()}
-    given = _read_json(folder / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
-    entries = [] if given is None else given if isinstance(given, list) else [{"name": "default", "template": given}]
-    templates: dict[str, str] = {}
-    for entry in entries:
-        match entry:
-            case {"name": str(name), "template": str(template)}:
-                templates[name] = template
-            case _:
-                raise UserError(f"{folder}: chat_template is {given!r}; allowed: a text, or names with templates")
-    return templates
-
-
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     tokens: dict[str, str] = {}
     for name in _SPECIAL_TOKENS:
@@ -246,16 +186,3 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
             case other if other is not None:
                 raise UserError(f"{name} in tokenizer_config.json is {other!r}; allowed: a text, or its content")
     return tokens
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a JSON object, but holds a {type(content).__name__}")
-    return content

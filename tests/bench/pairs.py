@@ -88,7 +88,7 @@ async def compare(
     for name in turns[0][0]:
         pairs = [(a[name], b[name]) for a, b in turns[1:]]
         ratios = [b / a for a, b in pairs]
-        low, _, high = quantiles(ratios, n=4)
+        low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         a, b = (round(median(values), 2) for values in zip(*pairs, strict=True))
         result[name] = {"a": a, "b": b, "b/a": round(median(ratios), 3), "quartiles": [round(low, 3), round(high, 3)]}
     return result

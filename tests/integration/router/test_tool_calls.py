@@ -159,7 +159,7 @@ def test_markers_that_are_tokens(tmp_path: Path, is_special: bool) -> None:
 @pytest.mark.parametrize("dialect", WRITERS)
 def test_calls_between_tags(tmp_path: Path, dialect: str) -> None:
     """The ids of Kimi's calls are its own, since its template shows them again."""
-    tools = [{"name": "get", "parameters": SCHEMA}, {"name": "put"}]
+    tools: Any = [{"name": "get", "parameters": SCHEMA}, {"name": "put"}]
     own_ids = ["functions.get:0", "functions.put:1"] if dialect == "kimi_k2" else None
     for tagged in run_cluster(write_model_folder(tmp_path), tool_parser=dialect):
         tagged.decode.says = f"Let me see.\n{WRITERS[dialect](CALLS)}".encode()
@@ -175,9 +175,8 @@ def test_calls_between_tags(tmp_path: Path, dialect: str) -> None:
             for call in message.tool_calls
         ]
         _, content, streamed = collect(list(client.chat.completions.create(**chat, stream=True)))
-        response: Any = client.responses.create(
-            model=MODEL, input="hi", tools=[{"type": "function", **tool} for tool in tools], store=False
-        )
+        flat: Any = [{"type": "function", **tool} for tool in tools]
+        response: Any = client.responses.create(model=MODEL, input="hi", tools=flat, store=False)
         text, *calls = response.output
         items = [{"id": call.call_id, "name": call.name, "arguments": call.arguments} for call in calls]
         assert message.content == content == text.content[0].text == "Let me see."
