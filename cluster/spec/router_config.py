@@ -23,7 +23,6 @@ ToolParserName = Literal[
     "hermes",
     "llama3",
     "qwen3_coder",
-    "glm45",
     "glm47",
     "deepseek_v3",
     "deepseek_v31",

@@ -91,9 +91,9 @@ class _CallGrammar:
         for index, (key, own) in enumerate(properties.items()):
             rule, value = f"parameter_{number}_{index}", f"value_{number}_{index}"
             members.append(rule if key in required else f"{rule}?")
-            alternatives = self._parameter(form, key, own, types.of(own), f"@{value}")
-            rules.append(f"{rule}: {' | '.join(alternatives.values())}")
-            if "json" in alternatives:
+            alternatives, has_json = self._parameter(form, key, own, types.of(own), f"@{value}")
+            rules.append(f"{rule}: {' | '.join(alternatives)}")
+            if has_json:
                 shared = {each: schema[each] for each in _DEFINITIONS if each in schema}
                 parts[value] = json_part({**shared, **own}, callee.field)
         return [f"{name}: {' '.join(members)}", *rules], parts
@@ -113,22 +113,20 @@ class _CallGrammar:
 
     def _parameter(
         self, form: ParameterForm, key: str, own: Any, types: frozenset[str] | None, value: str
-    ) -> dict[str, str]:
-        """Return the alternatives of one parameter; the one in JSON, if any, has the grammar ``value``."""
+    ) -> tuple[list[str], bool]:
+        """Return the alternatives of one parameter, and whether one of them is JSON, with the grammar ``value``."""
         start, closing = self._literal(form.opening + key + form.middle), self._literal(form.closing)
         text_start = self._literal(form.opening + key + (form.text_middle or form.middle))
         fixed = own.get("enum", [own["const"]] if "const" in own else None) if isinstance(own, dict) else None
         if isinstance(fixed, list) and fixed:
             starts = [text_start if isinstance(each, str) else start for each in fixed]
-            return {
-                str(index): f"{starts[index]} {self._literal(_written(each) + form.closing)}"
-                for index, each in enumerate(fixed)
-            }
-        text, in_json = {"text": f"{text_start} text_value"}, {"json": f"{start} {value} {closing}"}
+            values = [self._literal(_written(each) + form.closing) for each in fixed]
+            return [" ".join(each) for each in zip(starts, values, strict=True)], False
+        text, in_json = f"{text_start} text_value", f"{start} {value} {closing}"
         if types is not None and "string" not in types:
-            return in_json
+            return [in_json], True
         is_text = not form.text_middle or not isinstance(own, dict) or (types is not None and len(types) == 1)
-        return text if is_text else text | in_json
+        return ([text], False) if is_text else ([text, in_json], True)
 
     def _call(self, opening: str, names: Sequence[str]) -> str:
         reference = "@arguments" if self._form.parameter is None else "arguments"

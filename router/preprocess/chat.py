@@ -98,7 +98,7 @@ def _constraint(model: ServedModel, body: ChatRequest, dialect: Dialect | None) 
         return answer
     choice = body.tool_choice
     is_free = (choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice) in (None, "none", "auto")
-    calls = _calls(body, dialect, model.tokenizer.whole_texts, with_text=is_free and answer is None)
+    calls = _calls(model, body, dialect, with_text=is_free and answer is None)
     if answer is None:
         return calls
     if is_free:
@@ -117,7 +117,7 @@ def _is_best_effort(body: ChatRequest) -> bool:
     return body.tool_choice in (None, "auto")
 
 
-def _calls(body: ChatRequest, dialect: Dialect, whole_texts: frozenset[str], *, with_text: bool) -> Constraint:
+def _calls(model: ServedModel, body: ChatRequest, dialect: Dialect, *, with_text: bool) -> Constraint:
     """Return the grammar of tool calls. With ``with_text``, any text may precede or replace them."""
     # Best-effort tool calls need no schema, so one that cannot be enforced is no reason to refuse the request.
     holds_schemas = not (with_text and _is_best_effort(body))
@@ -130,7 +130,9 @@ def _calls(body: ChatRequest, dialect: Dialect, whole_texts: frozenset[str], *, 
         for index, tool in _callable(body)
     ]
     several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
-    return call_constraint(dialect, callees, whole_texts, several=several, with_text=with_text)
+    # Llama 3's template would reject the conversation that has the calls.
+    several = several and "only supports single tool-calls" not in (model.tokenizer.tool_template or "")
+    return call_constraint(dialect, callees, model.tokenizer.whole_texts, several=several, with_text=with_text)
 
 
 def _functions(body: ChatRequest, dialect: Dialect) -> dict[str, dict[str, list[str]]]:

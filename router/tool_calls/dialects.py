@@ -89,22 +89,6 @@ _QWEN3_CODER = _tagged(
     CLOSING,
 )
 
-_GLM_MARKERS = (OPENING, CLOSING, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-
-_GLM45 = _tagged(
-    CallForm(
-        opening="<tool_call>",
-        middle="\n",
-        parameter=ParameterForm(
-            opening="<arg_key>", middle="</arg_key>\n<arg_value>", key_end="<arg_value>", closing="</arg_value>\n"
-        ),
-        closing="</tool_call>",
-        between="\n",
-    ),
-    lambda template: "<arg_key>" in template and "</arg_key><arg_value>" not in template,
-    *_GLM_MARKERS,
-)
-
 _GLM47 = _tagged(
     CallForm(
         opening="<tool_call>",
@@ -113,8 +97,13 @@ _GLM47 = _tagged(
         ),
         closing="</tool_call>",
     ),
-    lambda template: "</arg_key><arg_value>" in template,
-    *_GLM_MARKERS,
+    lambda template: "<arg_key>" in template,
+    OPENING,
+    CLOSING,
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
 )
 
 _DEEPSEEK_MARKERS = (
@@ -191,7 +180,6 @@ DIALECTS: dict[str, Dialect] = {
     "hermes": _HERMES,
     "llama3": _LLAMA3,
     "qwen3_coder": _QWEN3_CODER,
-    "glm45": _GLM45,
     "glm47": _GLM47,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v31": _DEEPSEEK_V31,

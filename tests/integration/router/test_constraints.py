@@ -159,6 +159,14 @@ def test_llama3_calls(llama3: RouterCluster, grammars: Grammars) -> None:
     check(grammars, llama3, ["", "hi", get, stop], [f"{get}; {stop}"])
 
 
+def test_one_call_if_the_template_takes_no_more(tmp_path: Path, grammars: Grammars) -> None:
+    only_one = "{{ raise_exception('This model only supports single tool-calls at once!') if false }}"
+    get = '{"name": "get", "parameters": {"a": 1}}'
+    for llama3 in run_cluster(write_model_folder(tmp_path, template=LLAMA3 + only_one)):
+        ask(llama3, tools=TOOLS, tool_choice="required")
+        check(grammars, llama3, [get], [f"{get}; {get}"])
+
+
 def allowed(mode: str, *names: str) -> dict[str, Any]:
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}

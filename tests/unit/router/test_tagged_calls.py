@@ -40,19 +40,14 @@ def written_by_qwen3_coder(calls: Calls) -> str:
     return "\n".join(call(*each) for each in calls)
 
 
-def written_by_glm45(calls: Calls) -> str:
+def written_by_glm47(calls: Calls) -> str:
     def call(name: str, arguments: dict[str, Any]) -> str:
         values = "".join(
-            f"<arg_key>{key}</arg_key>\n<arg_value>{json_value(value)}</arg_value>\n"
-            for key, value in arguments.items()
+            f"<arg_key>{key}</arg_key><arg_value>{json_value(value)}</arg_value>" for key, value in arguments.items()
         )
-        return f"<tool_call>{name}\n{values}</tool_call>"
+        return f"<tool_call>{name}{values}</tool_call>"
 
-    return "\n".join(call(*each) for each in calls)
-
-
-def written_by_glm47(calls: Calls) -> str:
-    return written_by_glm45(calls).replace(">\n<", "><").replace("\n<arg_key>", "<arg_key>").replace("\n</t", "</t")
+    return "".join(call(*each) for each in calls)
 
 
 def written_by_deepseek_v3(calls: Calls) -> str:
@@ -93,7 +88,6 @@ def written_by_kimi_k2(calls: Calls) -> str:
 
 WRITERS: dict[str, Callable[[Calls], str]] = {
     "qwen3_coder": written_by_qwen3_coder,
-    "glm45": written_by_glm45,
     "glm47": written_by_glm47,
     "deepseek_v3": written_by_deepseek_v3,
     "deepseek_v31": written_by_deepseek_v31,
@@ -184,10 +178,10 @@ def test_any_text_is_read_alike_in_pieces(dialect: str, scraps: list[str]) -> No
             [("get", '{"city": "\\n"}')],
         ),
         ("qwen3_coder", "<function=get><parameter=unit>None</parameter></function>", "", [("get", '{"unit": null}')]),
-        ("glm45", "In <tool_call>, one writes", "In <tool_call>, one writes", []),
-        ("glm45", "<tool_call>a b <tool_call>put</tool_call>", "<tool_call>a b", [("put", "{}")]),
-        ("glm45", "<tool_call></tool_call>", "<tool_call></tool_call>", []),
-        ("glm45", "<tool_call>other</tool_call>", "", [("other", "{}")]),
+        ("glm47", "In <tool_call>, one writes", "In <tool_call>, one writes", []),
+        ("glm47", "<tool_call>a b <tool_call>put</tool_call>", "<tool_call>a b", [("put", "{}")]),
+        ("glm47", "<tool_call></tool_call>", "<tool_call></tool_call>", []),
+        ("glm47", "<tool_call>other</tool_call>", "", [("other", "{}")]),
         ("glm47", "<tool_call>get\n<arg_key> count </arg_key>\n<arg_value>1", "", [("get", '{"count": ')]),
         ("deepseek_v31", "<｜tool▁calls▁begin｜>hm", "<｜tool▁calls▁begin｜>hm", []),
         ("deepseek_v31", "<｜tool▁call▁begin｜>put<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "", [("put", "{}")]),
@@ -270,7 +264,6 @@ def test_types_of_a_parameter(schema: Any, types: list[str] | None) -> None:
     ("template", "dialect"),
     [
         ("<tool_call>\n<function=example>\n<parameter=one>", "qwen3_coder"),
-        ("{{ '<tool_call>' + name }}<arg_key>{{ k }}</arg_key>\n<arg_value>", "glm45"),
         ("<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>", "glm47"),
         ("'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '\\n```json\\n'", "deepseek_v3"),
         ("'<｜tool▁call▁begin｜>'+ name + '<｜tool▁sep｜>' + arguments", "deepseek_v31"),
