@@ -60,8 +60,8 @@ def test_shared_memory_is_writable_and_begins_where_a_huge_page_can(num_bytes: i
 
 
 _TWO_BUFFERS = """
-import ctypes, mmap, re
-from workers.memory.huge_pages import _COLLAPSE, use_huge_pages, use_small_pages
+import ctypes, functools, mmap, re
+from workers.memory.huge_pages import use_huge_pages, use_small_pages
 
 def make_buffer() -> mmap.mmap:
     buffer = mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -73,9 +73,8 @@ def huge_kib() -> int:
     return int(re.search(r"AnonHugePages: +(\\d+)", open("/proc/self/smaps_rollup").read())[1])
 
 first = make_buffer()
-address = ctypes.addressof(ctypes.c_char.from_buffer(first))
-use_huge_pages(address, len(first))
-ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(address), ctypes.c_size_t(2 << 20), _COLLAPSE)
+ctypes.CDLL = functools.partial(ctypes.CDLL, use_errno=True)
+use_huge_pages(ctypes.addressof(ctypes.c_char.from_buffer(first)), len(first))
 error = ctypes.get_errno()
 before = huge_kib()
 use_small_pages()
