@@ -3,8 +3,8 @@
 import ast
 import datetime
 import json
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,9 +14,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.spec.errors import UserError
-
-_BUILT_IN = ("deepseek_v32",)
-"""Model types whose repositories have no template, and that have one in ``chat_templates``."""
 
 
 class _Generation(Extension):
@@ -29,8 +26,8 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def compile_template(source: str | None, folder: Path) -> Template | None:
-    """Compile a template of the model in this folder.
+def compile_template(source: str | None) -> Template | None:
+    """Compile a chat template.
 
     Raises:
         UserError: the template is not valid.
@@ -41,9 +38,7 @@ def compile_template(source: str | None, folder: Path) -> Template | None:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, tools_text=partial(_tools_text, folder)
-    )
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     try:
         return environment.from_string(source)
     except TemplateError as error:
@@ -83,31 +78,33 @@ def read_templates(folder: Path, tokenizer_config: Mapping[str, Any], model_type
                 templates[name] = template
             case _:
                 raise UserError(f"{folder}: chat_template is {given!r}; allowed: a text, or names with templates")
-    if not templates and model_type in _BUILT_IN:
-        built_in = Path(__file__).parent / "chat_templates" / f"{model_type}.jinja"
-        return {"default": built_in.read_text(encoding="utf-8")}
+    if not templates and model_type == "deepseek_v32":
+        return {"default": _deepseek_template(folder)}
     return templates
 
 
-def _tools_text(folder: Path, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return what DeepSeek-V3.2 reads about tools, from the Python code in its folder, which is not run."""
+def _deepseek_template(folder: Path) -> str:
+    """Return a template for DeepSeek-V3.2, whose repository has none. The texts about tools are the folder's own."""
+    path = Path(__file__).parent / "chat_templates" / "deepseek_v32.jinja"
+    values = [json.dumps(value, ensure_ascii=False) for value in _tools_text(folder)]
+    return f"{{%- set tools_text, tools_problem = {', '.join(values)} -%}}\n{path.read_text(encoding='utf-8')}"
+
+
+def _tools_text(folder: Path) -> tuple[str, str]:
+    """Return what DeepSeek-V3.2 reads about tools, from the Python code in its folder, which is not run, or why there
+    is no such text.
+    """
     path = folder / "encoding" / "encoding_dsv32.py"
     if not path.is_file():
-        raise TemplateError(f"tools need {path}, which DeepSeek's repository has")
-    texts = [
-        value
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TOOLS_SYSTEM_TEMPLATE"
-        if isinstance(node.value, ast.Constant) and isinstance(value := node.value.value, str)
-    ]
-    if not texts:
-        raise TemplateError(f"{path} has no TOOLS_SYSTEM_TEMPLATE")
-    schemas = "\n".join(_to_json(tool["function"]) for tool in tools)
-    values = {"dsml_token": "｜DSML｜", "thinking_start_token": "<think>", "thinking_end_token": "</think>"}
-    text = texts[0]
-    for name, value in (values | {"tool_schemas": schemas}).items():
-        text = text.replace(f"{{{name}}}", value)
-    return text
+        return "", f"tools need {path}, which DeepSeek's repository has"
+    code: list[ast.stmt] = []
+    with suppress(SyntaxError, ValueError):
+        code = ast.parse(path.read_text(encoding="utf-8")).body
+    for statement in code:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="TOOLS_SYSTEM_TEMPLATE")], value=ast.Constant(value=str(text))):
+                return text, ""
+    return "", f"{path} has no TOOLS_SYSTEM_TEMPLATE"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -66,9 +66,9 @@ class Tokenizer:
         self.chat_template = templates.get("default", next(iter(templates.values()), None))
         self.tool_template = templates.get("tool_use", self.chat_template)
         """Template of conversations with tools, which some models have apart, such as Hermes."""
-        self._template = compile_template(self.chat_template, folder)
+        self._template = compile_template(self.chat_template)
         is_same = self.tool_template == self.chat_template
-        self._tool_template = self._template if is_same else compile_template(self.tool_template, folder)
+        self._tool_template = self._template if is_same else compile_template(self.tool_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Special tokens spelled out in the text are recognized."""

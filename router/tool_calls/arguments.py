@@ -1,10 +1,13 @@
 """Values that a model writes as plain text, by the types in a function's schema."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+ParameterTypes = Mapping[str, Sequence[str]]
+"""JSON types that the parameters of a function can have; see ``types_of_parameters``."""
 
 _KINDS: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 _KINDS |= {dict: "object", type(None): "null"}

@@ -1,22 +1,21 @@
 """Formats of tool calls: how each is parsed, and how it is detected in a chat template."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cluster.spec.router_config import ToolParserName
+from router.tool_calls.arguments import ParameterTypes
 from router.tool_calls.events import ToolParser
 from router.tool_calls.forms import CallForm, ParameterForm
 from router.tool_calls.json_parsers import CLOSING, KEYS, OPENING, PYTHON_TAG, HermesParser, Llama3Parser
 from router.tool_calls.tagged_parser import TaggedParser
 
-Functions = Mapping[str, Mapping[str, Sequence[str]]]
-"""JSON types of the parameters of each function; see ``types_of_parameters``."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    parser: Callable[[Functions], ToolParser]
+    parser: Callable[[Mapping[str, ParameterTypes]], ToolParser]
+    """Function that makes a parser for functions, given by name."""
     form: CallForm
     text: str
     """Lark terminal for text without calls."""

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from router.text import MarkerScanner, Trimmer
-from router.tool_calls.arguments import to_json
+from router.tool_calls.arguments import ParameterTypes, to_json
 from router.tool_calls.events import Argued, CallBegun, Event, Said
 from router.tool_calls.forms import CallForm, ParameterForm
 
@@ -25,10 +25,11 @@ class TaggedParser:
     unknown functions are passed on as calls, and the client answers them.
     """
 
-    def __init__(self, form: CallForm, types: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+    def __init__(self, form: CallForm, types: Mapping[str, ParameterTypes]) -> None:
         """Expect text; ``types`` has the JSON types of each function's parameters."""
         self._form, self._types = form, types
         self._begin, self._opening, self._middle = form.begin.strip(), form.opening.strip(), form.middle.strip()
+        self._parameter = "" if form.parameter is None else form.parameter.opening.strip()
         self._closing, self._end = form.closing.strip(), form.end.strip()
         self._text = Trimmer(keeps_start=True)
         self._has_called = False
@@ -72,8 +73,7 @@ class TaggedParser:
         """Read on after the marker before all calls, or before one."""
         self._unread += marker
         if marker == self._opening:
-            others = (self._middle, self._closing, self._arguments_of("").opening, self._begin, self._opening)
-            self._expect(self._read_name, *others)
+            self._expect(self._read_name, self._middle, self._closing, self._parameter, self._begin, self._opening)
         else:
             self._expect_calls()
 
@@ -109,22 +109,19 @@ class TaggedParser:
         self._events.append(begun)
         self._has_called, self._text = True, Trimmer()
         self._take_unread()
-        self._arguments = self._arguments_of(begun.name)
+        form = self._form.parameter
+        self._arguments = _Object() if form is None else _Parameters(form, self._types.get(begun.name, {}))
         self._expect_arguments()
         if hit != self._middle:
             self._read("", hit)
 
-    def _arguments_of(self, name: str) -> "_Object | _Parameters":
-        form = self._form.parameter
-        return _Object() if form is None else _Parameters(form, self._types.get(name, {}))
-
     def _expect_arguments(self) -> None:
-        self._expect(self._read_arguments, self._closing, self._end, self._arguments.opening)
+        self._expect(self._read_arguments, self._closing, self._end, self._parameter)
 
     def _read_arguments(self, text: str, hit: str | None) -> None:
         """Read an object, or what is between parameters."""
         self._argue(self._arguments.between(text))
-        if isinstance(self._arguments, _Parameters) and hit == self._arguments.opening:
+        if isinstance(self._arguments, _Parameters) and hit == self._parameter:
             self._expect(self._read_key, self._arguments.key_end)
         elif hit is not None:
             self._argue(self._arguments.end())
@@ -166,8 +163,6 @@ class TaggedParser:
 class _Object:
     """Arguments of one call, written as an object."""
 
-    opening = ""
-
     def __init__(self) -> None:
         self._text = Trimmer()
         self._is_empty = True
@@ -184,8 +179,8 @@ class _Object:
 class _Parameters:
     """Parameters of one call, converted to the members of an object."""
 
-    def __init__(self, form: ParameterForm, types: Mapping[str, Sequence[str]]) -> None:
-        self.opening, self.key_end, self.closing = form.opening.strip(), form.key_end, form.closing.strip()
+    def __init__(self, form: ParameterForm, types: ParameterTypes) -> None:
+        self.key_end, self.closing = form.key_end, form.closing.strip()
         self.key = ""
         self._has_newlines = form.has_newlines
         self._types = types
