@@ -5,7 +5,6 @@ import errno
 import mmap
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,9 +84,10 @@ print(before, huge_kib(), error)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has huge pages")
 def test_huge_pages_stay_and_none_is_added() -> None:
-    """Linux may have no memory for huge pages at this moment, or an administrator turned them off."""
+    """Linux may have no huge page at this moment, or an administrator turned them off. It then refuses with an error of
+    memory, and some kernels report success all the same. Only a wrong call is invalid.
+    """
     done = subprocess.run([sys.executable, "-c", _TWO_BUFFERS], capture_output=True, text=True, check=True, cwd=ROOT)
     before, after, error = map(int, done.stdout.split())
     assert after == before
-    no_memory = error in (errno.EAGAIN, errno.EBUSY, errno.ENOMEM)
-    assert before > 0 or no_memory or "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    assert error in (0, errno.EAGAIN, errno.EBUSY, errno.ENOMEM)
