@@ -9,6 +9,8 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmMoeDsaConfig,
     LlamaConfig,
     MistralConfig,
@@ -30,10 +32,12 @@ MOE: dict[str, type[PretrainedConfig]] = {
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
+    "glm4_moe": Glm4MoeConfig,
 }
 LATENT: dict[str, type[PretrainedConfig]] = {
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
 }
 """Families with latent attention and experts."""
 INDEXED: dict[str, type[PretrainedConfig]] = {"deepseek_v32": DeepseekV32Config, "glm_moe_dsa": GlmMoeDsaConfig}
@@ -48,8 +52,10 @@ SHARPENED: dict[str, str | tuple[str, ...]] = {
     "qwen2_moe": "q_proj.weight",
     "qwen3_moe": "q_norm.weight",
     "mixtral": "q_proj.weight",
+    "glm4_moe": ("q_proj.weight", "q_norm.weight"),
     "deepseek_v2": ("q_proj.weight", "q_b_proj.weight"),
     "deepseek_v3": ("q_proj.weight", "q_b_proj.weight"),
+    "glm4_moe_lite": ("q_proj.weight", "q_b_proj.weight"),
     "deepseek_v32": "q_b_proj.weight",
     "glm_moe_dsa": "q_b_proj.weight",
 }
@@ -107,6 +113,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
     "deepseek_v2": {**_LATENT_SHAPE, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**_LATENT_SHAPE, "num_hidden_layers": 3},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "n_group": 2,
+        "routed_scaling_factor": 1.7,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+    "glm4_moe_lite": {**_LATENT_SHAPE, "num_hidden_layers": 3},
     "deepseek_v32": _INDEXED_SHAPE,
     "glm_moe_dsa": {**_INDEXED_SHAPE, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
 }

@@ -83,11 +83,17 @@ def _normed(norm: RMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
     return scale * wide, (scale * wide.to(x.dtype).double()).to(x.dtype)
 
 
+def _rope_dims(dim: int) -> st.SearchStrategy[int]:
+    """Return even sizes of the rotated part of a head."""
+    return st.sampled_from([dim, dim // 4 * 2 or dim, 2])
+
+
 def check_rotate(data: st.DataObject, device: str) -> None:
     dtype, dim = data.draw(DTYPES), data.draw(st.sampled_from([2, 64, 80, 128, 256]))
     num_tokens, heads = data.draw(NUM_ROWS), data.draw(st.sampled_from([1, 3, 9]))
     x = torch.randn(num_tokens, 2 * heads, dim).to(dtype)[:, :heads]
-    cos, sin = (torch.randn(num_tokens, 1, dim).to(dtype) for _ in range(2))
+    rope_dim = data.draw(_rope_dims(dim))
+    cos, sin = (torch.randn(num_tokens, 1, rope_dim).to(dtype) for _ in range(2))
     norm = RMSNorm(dim, 1e-6)
     norm.weight.data = torch.randn(dim).to(dtype)
     x_, cos_, sin_, weight_ = (tensor.to(device) for tensor in (x, cos, sin, norm.weight))
@@ -102,7 +108,8 @@ def check_rotate_storing(data: st.DataObject, device: str) -> None:
     queries, stored = data.draw(st.sampled_from([1, 4, 9])), data.draw(st.integers(1, 3))
     slots = torch.randperm(4 * page_size)[: data.draw(NUM_ROWS)]
     heads = torch.randn(len(slots), queries + 2 * stored, dim).to(dtype)
-    cos, sin = (torch.randn(len(slots), 1, dim).to(dtype) for _ in range(2))
+    rope_dim = data.draw(_rope_dims(dim))
+    cos, sin = (torch.randn(len(slots), 1, rope_dim).to(dtype) for _ in range(2))
     norms = [RMSNorm(dim, 1e-6) for _ in range(2)]
     for norm in norms:
         norm.weight.data = torch.randn(dim).to(dtype)

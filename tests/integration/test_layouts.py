@@ -18,6 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_hidden_layers": 3, "mlp_only_layers": [2]},
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     "mixtral": {"num_hidden_layers": 3, "num_local_experts": 8},
+    "glm4_moe": {"num_hidden_layers": 3},
     "deepseek_v2": {"num_hidden_layers": 3},
     "deepseek_v3": {"num_hidden_layers": 3},
     "deepseek_v32": {},

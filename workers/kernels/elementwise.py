@@ -29,7 +29,10 @@ class ElementwiseKernels(Protocol):
         ...
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, eps: float = 0.0, /) -> Tensor:
-        """Rotate ``x [T, heads, D]`` by ``cos`` and ``sin [T, 1, D]``; with a ``weight [D]``, normalize heads first."""
+        """Rotate the first R elements of the heads ``x [T, heads, D]`` by ``cos`` and ``sin [T, 1, R]``.
+
+        With a ``weight [D]``, normalize heads first.
+        """
         ...
 
     def rotate_storing(
@@ -43,7 +46,8 @@ class ElementwiseKernels(Protocol):
         slots: Tensor,
         /,
     ) -> Tensor:
-        """Rotate the Q and K heads of ``heads [T, Q + K + V heads, D]``, store K and V like ``store_kv``, and return Q.
+        """Rotate Q and K in ``heads [T, Q + K + V heads, D]`` like ``rotate``, store K and V like ``store_kv``, and
+        return Q.
 
         H in ``layer_pages [page, H, 2, slot, D]`` is the number of K heads. With ``weights`` for Q and K, normalize
         heads first.

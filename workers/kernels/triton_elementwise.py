@@ -106,6 +106,7 @@ def _launch_rotate(
             NUM_QUERIES=num_queries,
             NUM_STORED=num_stored,
             HEAD_DIM=head_dim,
+            ROPE_DIM=cos.shape[-1],
             PAGE_SIZE=1 if pages is None else pages.shape[3],
             BLOCK_HEADS=min(_HEADS, block_of(num_heads)),
             BLOCK_PAIRS=block_of(head_dim // 2),
@@ -118,53 +119,59 @@ def _launch_rotate(
 def _rotate_kernel(
     x, cos, sin, q_weight, k_weight, out, pages, slots,
     token_stride, head_stride, page_stride, page_head_stride, which_stride, slot_stride, eps,
-    NUM_QUERIES: tl.constexpr, NUM_STORED: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, NORMS: tl.constexpr,
+    NUM_QUERIES: tl.constexpr, NUM_STORED: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate dimension pairs i and i + D/2. A program computes both halves of some heads of a token.
+    """Rotate dimension pairs i and i + R/2. A program computes both elements of all pairs of some heads of a token.
 
-    NUM_STORED heads of K and as many of V follow the heads of Q. V is neither normalized nor rotated.
+    NUM_STORED heads of K and as many of V follow the heads of Q. V is neither normalized nor rotated. Elements from R
+    on form pairs, too, of the first and the second half of them, which are turned by no angle.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
+    TURNED: tl.constexpr = ROPE_DIM // 2
     token = tl.program_id(0).to(tl.int64)
-    heads, dims = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_PAIRS)
-    is_dim = dims < HALF
-    is_held = (heads < NUM_QUERIES + 2 * NUM_STORED)[:, None] & is_dim[None, :]
+    heads, pairs = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_PAIRS)
+    is_pair, is_turned = pairs < HALF, pairs < TURNED
+    firsts, seconds = pairs, pairs + HALF
+    if TURNED < HALF:
+        firsts = tl.where(is_turned, pairs, pairs + TURNED)
+        seconds = tl.where(is_turned, pairs + TURNED, pairs + HALF)
+    is_held = (heads < NUM_QUERIES + 2 * NUM_STORED)[:, None] & is_pair[None, :]
     is_query = (heads < NUM_QUERIES)[:, None]
-    pointers = x + token * token_stride + heads[:, None] * head_stride + dims[None, :]
-    first_given, second_given = (
-        tl.load(pointers, mask=is_held, other=0.0),
-        tl.load(pointers + HALF, mask=is_held, other=0.0),
-    )
+    given = x + token * token_stride + heads[:, None] * head_stride
+    first_given = tl.load(given + firsts[None, :], mask=is_held, other=0.0)
+    second_given = tl.load(given + seconds[None, :], mask=is_held, other=0.0)
     first, second = first_given.to(tl.float32), second_given.to(tl.float32)
     if NORMS:
         scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_DIM + eps)[:, None]
-        first_weight = tl.load(q_weight + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-        second_weight = tl.load(q_weight + HALF + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+        first_weight = tl.load(q_weight + firsts, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+        second_weight = tl.load(q_weight + seconds, mask=is_pair, other=0.0).to(tl.float32)[None, :]
         if NUM_STORED:
-            first_of_k = tl.load(k_weight + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-            second_of_k = tl.load(k_weight + HALF + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+            first_of_k = tl.load(k_weight + firsts, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+            second_of_k = tl.load(k_weight + seconds, mask=is_pair, other=0.0).to(tl.float32)[None, :]
             first_weight = tl.where(is_query, first_weight, first_of_k)
             second_weight = tl.where(is_query, second_weight, second_of_k)
         first, second = first * scale * first_weight, second * scale * second_weight
-    angle = token * HEAD_DIM + dims
-    first_cos = tl.load(cos + angle, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    first_sin = tl.load(sin + angle, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    second_cos = tl.load(cos + angle + HALF, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    second_sin = tl.load(sin + angle + HALF, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    angle = token * ROPE_DIM + pairs
+    first_cos = tl.load(cos + angle, mask=is_turned, other=1.0).to(tl.float32)[None, :]
+    first_sin = tl.load(sin + angle, mask=is_turned, other=0.0).to(tl.float32)[None, :]
+    second_cos = tl.load(cos + angle + TURNED, mask=is_turned, other=1.0).to(tl.float32)[None, :]
+    second_sin = tl.load(sin + angle + TURNED, mask=is_turned, other=0.0).to(tl.float32)[None, :]
     first_rotated = (first * first_cos - second * first_sin).to(first_given.dtype)
     second_rotated = (second * second_cos + first * second_sin).to(first_given.dtype)
-    targets = out + (token * NUM_QUERIES + heads[:, None]) * HEAD_DIM + dims[None, :]
-    tl.store(targets, first_rotated, mask=is_held & is_query)
-    tl.store(targets + HALF, second_rotated, mask=is_held & is_query)
+    targets = out + (token * NUM_QUERIES + heads[:, None]) * HEAD_DIM
+    tl.store(targets + firsts[None, :], first_rotated, mask=is_held & is_query)
+    tl.store(targets + seconds[None, :], second_rotated, mask=is_held & is_query)
     if NUM_STORED:
         slot = tl.load(slots + token)
         which, stored = (heads - NUM_QUERIES) // NUM_STORED, (heads - NUM_QUERIES) % NUM_STORED
         rows = pages + slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride
-        targets = rows + (which * which_stride + stored * page_head_stride)[:, None] + dims[None, :]
+        targets = rows + (which * which_stride + stored * page_head_stride)[:, None]
         is_value = (which == 1)[:, None]
-        tl.store(targets, tl.where(is_value, first_given, first_rotated), mask=is_held & ~is_query)
-        tl.store(targets + HALF, tl.where(is_value, second_given, second_rotated), mask=is_held & ~is_query)
+        first_stored = tl.where(is_value, first_given, first_rotated)
+        second_stored = tl.where(is_value, second_given, second_rotated)
+        tl.store(targets + firsts[None, :], first_stored, mask=is_held & ~is_query)
+        tl.store(targets + seconds[None, :], second_stored, mask=is_held & ~is_query)
 
 
 def store_kv(layer_pages: Tensor, slots: Tensor, kv: Tensor) -> None:

@@ -104,6 +104,8 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: bool = False
     """True to normalize each head of queries and keys before rotation."""
+    rotated_share: float = 1.0
+    """Share of a head's elements, from its beginning, that are rotated."""
 
     @property
     def q_size(self) -> int:
@@ -117,7 +119,7 @@ class AttentionConfig:
     @property
     def rope_dim(self) -> int:
         """Return the number of elements in the rotated part of a head."""
-        return self.head_dim
+        return int(self.head_dim * self.rotated_share)
 
     def kv_parts(self, dtype: str) -> tuple[KvPart, ...]:
         return tuple(KvPart(name=name, dim=self.head_dim, dtype=dtype) for name in ("k", "v"))
@@ -199,6 +201,11 @@ class LatentAttentionConfig:
     @property
     def num_kv_heads(self) -> int:
         return 1
+
+    @property
+    def rotated_share(self) -> float:
+        """Return the share of the part of a head that has positions, of which all is rotated."""
+        return 1.0
 
     @property
     def head_dim(self) -> int:

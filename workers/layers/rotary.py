@@ -13,7 +13,7 @@ from workers.layers.linear import RMSNorm
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of every token's angles, each [num_tokens, 1, head_dim], in the model's dtype."""
+    """Cosines and sines of every token's angles, each [num_tokens, 1, rope_dim], in the model's dtype."""
 
     cos: Tensor
     sin: Tensor
@@ -23,20 +23,23 @@ class Rotation:
         return self if query_rows is None else Rotation(self.cos[query_rows], self.sin[query_rows])
 
     def apply(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """Rotate x [num_tokens, num_heads, head_dim], normalized first if ``norm`` is given.
+        """Rotate the first rope_dim elements of the heads x [num_tokens, num_heads, head_dim].
 
-        Dimensions i and i + head_dim/2 form a pair.
+        If ``norm`` is given, heads are normalized first. Dimensions i and i + rope_dim/2 form a pair.
         """
         if (kernels := elementwise_kernels(x)) is not None:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return kernels.rotate(x, self.cos, self.sin, weight, eps)
         if norm is not None:
             x = norm(x)
-        first, second = x.chunk(2, dim=-1)
-        return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+        rope_dim, head_dim = self.cos.shape[-1], x.shape[-1]
+        turned, rest = x.split_with_sizes((rope_dim, head_dim - rope_dim), dim=-1)
+        first, second = turned.chunk(2, dim=-1)
+        rotated = turned * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+        return torch.cat((rotated, rest), dim=-1) if rope_dim < head_dim else rotated
 
     def apply_storing(self, heads: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, kv_slots: KvSlots) -> Tensor:
-        """Rotate q and k, store k and v, and return q, all in one kernel.
+        """Rotate q and k like ``apply``, store k and v, and return q, all in one kernel.
 
         ``heads`` are the heads of q, k and v in this order, [num_tokens, num_heads, head_dim].
         """
@@ -58,15 +61,15 @@ class RotaryEmbedding(nn.Module):
     they differ, because transformers' early keys depend on the prompt's final length.
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
+    def __init__(self, rope: RopeConfig, rope_dim: int, device: torch.device) -> None:
         super().__init__()
         self.rope = rope
         self.attention_factor = _yarn_attention_factor(rope) if rope.rope_type == "yarn" else 1.0
         # Plain attributes computed on the CPU. Casting the model, or building it on the meta device, must not change
         # them. Both dimensions of a pair have its frequency.
-        self.inv_freq = _inverse_frequencies(rope, head_dim).repeat(2).to(device)
+        self.inv_freq = _inverse_frequencies(rope, rope_dim).repeat(2).to(device)
         # Placed on the device from the start, since nothing can be copied to a GPU during a graph capture.
-        self._exponents = _exponents(head_dim).repeat(2).to(device)
+        self._exponents = _exponents(rope_dim).repeat(2).to(device)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Map positions [num_tokens] int64 to their rotations in ``dtype``."""
@@ -80,11 +83,11 @@ class RotaryEmbedding(nn.Module):
         return Rotation(cos.to(dtype), sin.to(dtype))
 
     def _dynamic_frequencies(self, positions: Tensor) -> Tensor:
-        """Return frequencies [num_tokens, head_dim] whose base grows with each token's position (NTK-aware)."""
-        max_len, head_dim = self.rope.max_position_embeddings, self.inv_freq.numel()
+        """Return frequencies [num_tokens, rope_dim] whose base grows with each token's position (NTK-aware)."""
+        max_len, rope_dim = self.rope.max_position_embeddings, self.inv_freq.numel()
         length = (positions[:, None] + 1).clamp(min=max_len)
         growth = self.rope.factor * length / max_len - (self.rope.factor - 1)
-        base = self.rope.theta * growth ** (head_dim / (head_dim - 2))
+        base = self.rope.theta * growth ** (rope_dim / (rope_dim - 2))
         scaled = 1.0 / base**self._exponents
         return torch.where(length > max_len, scaled, self.inv_freq)
 
@@ -94,13 +97,13 @@ def in_pairs(x: Tensor) -> Tensor:
     return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).transpose(-1, -2).reshape(x.shape)
 
 
-def _exponents(head_dim: int) -> Tensor:
-    return torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+def _exponents(rope_dim: int) -> Tensor:
+    return torch.arange(0, rope_dim, 2, dtype=torch.float32, device="cpu") / rope_dim
 
 
-def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return radians per position for each pair, [head_dim/2] fp32. For `dynamic`, they are unscaled."""
-    waves = rope.theta ** _exponents(head_dim)
+def _inverse_frequencies(rope: RopeConfig, rope_dim: int) -> Tensor:
+    """Return radians per position for each pair, [rope_dim/2] fp32. For `dynamic`, they are unscaled."""
+    waves = rope.theta ** _exponents(rope_dim)
     if rope.rope_type == "yarn":
         return _yarn(rope, waves)
     inv_freq = torch.reciprocal(waves)
@@ -124,17 +127,17 @@ def _yarn(rope: RopeConfig, waves: Tensor) -> Tensor:
     """Keep pairs that turn at least beta_fast times within the original length, and stretch pairs that turn fewer than
     beta_slow times (Peng et al., 2023).
     """
-    head_dim = 2 * len(waves)
-    turns_to_dim = head_dim / (2 * math.log(rope.theta))
+    rope_dim = 2 * len(waves)
+    turns_to_dim = rope_dim / (2 * math.log(rope.theta))
     low, high = (
         turns_to_dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
         for turns in (rope.beta_fast, rope.beta_slow)
     )
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rope_dim - 1)
     width = (high - low) or 0.001
-    stretched_share = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
+    stretched_share = ((torch.arange(rope_dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
     return 1.0 / (rope.factor * waves) * stretched_share + 1.0 / waves * (1 - stretched_share)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from workers.layers.attention_config import IndexerConfig, LatentAttentionConfig
+from workers.layers.attention_config import AnyAttentionConfig, IndexerConfig, LatentAttentionConfig
 from workers.layers.config import ExpertRouterConfig, FeedForwardConfig, MlpConfig, MoeConfig
 from workers.models.hf_config import HfConfig, read_decoder
 from workers.models.interface import DecoderConfig, UnsupportedModelError
@@ -55,11 +55,13 @@ def read_v2(hf: HfConfig) -> DecoderConfig:
     num_groups, top_groups = (1, 1) if method == "greedy" else (hf.positive("n_group"), hf.positive("topk_group"))
     scale = hf.number("routed_scaling_factor")
     router = ExpertRouterConfig(is_fp32=True, num_groups=num_groups, top_groups=top_groups, scale=scale)
-    return _read(hf, router, is_interleaved=True)
+    return read_layers(hf, _read_attention(hf, is_interleaved=True), router)
 
 
-def read_v3(hf: HfConfig) -> DecoderConfig:
-    return _read(hf, _v3_router(hf), is_interleaved=hf.flag("rope_interleave"))
+def read_v3(hf: HfConfig, are_sparse: Sequence[bool] | None = None) -> DecoderConfig:
+    """Read a model with V3's attention and experts. ``are_sparse`` is as in ``read_layers``."""
+    attention = _read_attention(hf, is_interleaved=hf.flag("rope_interleave"))
+    return read_layers(hf, attention, v3_router(hf), are_sparse)
 
 
 def read_v32(hf: HfConfig) -> DecoderConfig:
@@ -75,27 +77,31 @@ def read_indexed(
     hf.one_of("moe_layer_freq", 1, None)
     hf.one_of("mlp_bias", False, None)
     hf.positive("q_lora_rank")
-    kinds, are_sparse = hf.get("mlp_layer_types"), None
-    if kinds is not None:
-        kinds = hf.by_layer("mlp_layer_types", kinds, "dense", "sparse")
-        are_sparse = [kind == "sparse" for kind in kinds]
-    config = _read(hf, _v3_router(hf), is_interleaved=True, are_sparse=are_sparse)
-    assert isinstance(config.attention, LatentAttentionConfig)
+    attention = _read_attention(hf, is_interleaved=True)
+    config = read_layers(hf, attention, v3_router(hf), sparse_layers(hf))
     indexer = IndexerConfig(
         num_heads=hf.positive("index_n_heads"),
         head_dim=hf.positive("index_head_dim"),
         top_k=hf.positive("index_topk"),
         is_interleaved=interleaves_index,
     )
-    if indexer.head_dim < (least := config.attention.rope_dim):
+    if indexer.head_dim < (least := attention.rope_dim):
         raise UnsupportedModelError(
             f"index_head_dim is {indexer.head_dim}; allowed: at least qk_rope_head_dim = {least}"
         )
     shares = tuple(shares_selection or config.shares_selection)
-    return replace(config, attention=replace(config.attention, indexer=indexer), shares_selection=shares)
+    return replace(config, attention=replace(attention, indexer=indexer), shares_selection=shares)
 
 
-def _v3_router(hf: HfConfig) -> ExpertRouterConfig:
+def sparse_layers(hf: HfConfig) -> Sequence[bool] | None:
+    """Return which layers have experts. None if config.json does not list them."""
+    if (kinds := hf.get("mlp_layer_types")) is None:
+        return None
+    return [kind == "sparse" for kind in hf.by_layer("mlp_layer_types", kinds, "dense", "sparse")]
+
+
+def v3_router(hf: HfConfig) -> ExpertRouterConfig:
+    """Read a router that scores experts by a sigmoid, and chooses them with a bias and in groups."""
     hf.one_of("topk_method", "noaux_tc", None)
     hf.one_of("scoring_func", "sigmoid", None)
     return ExpertRouterConfig(
@@ -109,10 +115,12 @@ def _v3_router(hf: HfConfig) -> ExpertRouterConfig:
     )
 
 
-def _read(
-    hf: HfConfig, router: ExpertRouterConfig, *, is_interleaved: bool, are_sparse: Sequence[bool] | None = None
+def read_layers(
+    hf: HfConfig, attention: AnyAttentionConfig, router: ExpertRouterConfig, are_sparse: Sequence[bool] | None = None
 ) -> DecoderConfig:
-    """Read the fields that all of these models have in common. ``are_sparse`` says which layers have experts."""
+    """Read a model whose experts are DeepSeek's. ``are_sparse`` says which layers have them. If it is None, config.json
+    says how many of the first have none.
+    """
     moe = _read_experts(hf, router)
     mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"))
     num_dense, every = hf.count("first_k_dense_replace"), hf.positive("moe_layer_freq", 1)
@@ -121,7 +129,7 @@ def _read(
     layers: list[FeedForwardConfig] = [moe if is_sparse else mlp for is_sparse in are_sparse]
     return read_decoder(
         hf,
-        _read_attention(hf, is_interleaved=is_interleaved),
+        attention,
         layers,
         renamed={"shared_expert": "shared_experts"},
         num_draft_layers=hf.count("num_nextn_predict_layers"),

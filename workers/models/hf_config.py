@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, get_args
@@ -127,12 +127,15 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return content
 
 
-def read_rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
+def read_rope_config(raw: Mapping[str, Any], max_position_embeddings: int, rotated_share: float = 1.0) -> RopeConfig:
     """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
-    Raises UnsupportedModelError for an unknown type, a partial rotation, settings by layer type, or a missing key.
+    Raises UnsupportedModelError for an unknown type, settings by layer type, a missing key, or another share of a head
+    than the one that the family rotates.
     """
     settings = _given_settings(raw)
+    if (share := _given_share(raw)) != rotated_share:
+        raise UnsupportedModelError(f"partial_rotary_factor is {share!r}; allowed: {rotated_share}")
     given = {key: value for key, value in settings.items() if value is not None}
     rope_type = _checked_type(given)
     original_key = "original_max_position_embeddings"
@@ -165,10 +168,13 @@ def _given_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         raise UnsupportedModelError(
             f"rope_parameters must be one flat mapping for all layers, but config.json gives {given!r}"
         )
-    partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise UnsupportedModelError(f"partial_rotary_factor is {partial!r}; allowed: 1.0")
     return given
+
+
+def _given_share(raw: Mapping[str, Any]) -> Any:
+    key = "partial_rotary_factor"
+    share = _given_settings(raw).get(key, raw.get(key))
+    return 1.0 if share is None else share
 
 
 def _checked_type(given: Mapping[str, Any]) -> RopeType:
@@ -201,7 +207,7 @@ def read_decoder(
         windows=tuple(windows or [None] * len(feed_forward)),
         shares_selection=(False,) * len(feed_forward),
         rms_norm_eps=hf.number("rms_norm_eps"),
-        rope=read_rope_config(hf.raw, max_len),
+        rope=read_rope_config(hf.raw, max_len, attention.rotated_share),
         max_position_embeddings=model_context(hf.raw) or max_len,
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
         dtype=hf.dtype,
@@ -209,6 +215,15 @@ def read_decoder(
         num_draft_layers=num_draft_layers,
         weight_format=hf.weight_format,
     )
+
+
+def read_partial_attention(hf: HfConfig, **flags: bool) -> AttentionConfig:
+    """Read attention that rotates only a part of each head."""
+    share, attention = _given_share(hf.raw), read_attention(hf, **flags)
+    if not isinstance(share, (int, float)) or not 0 < share <= 1 or attention.head_dim * share % 2:
+        allowed = f"a share of head_dim = {attention.head_dim} that is an even number of elements"
+        raise UnsupportedModelError(f"partial_rotary_factor is {share!r}; allowed: {allowed}")
+    return replace(attention, rotated_share=share)
 
 
 def read_attention(hf: HfConfig, **flags: bool) -> AttentionConfig:

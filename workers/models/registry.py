@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workers.models import deepseek, glm_moe_dsa, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from workers.models import deepseek, glm4_moe, glm_moe_dsa, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from workers.models.hf_config import HfConfig, read_config
 from workers.models.interface import DecoderConfig, UnsupportedModelError
 
@@ -29,6 +29,8 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV2ForCausalLM": Family(deepseek.read_v2, deepseek.V2_DEFAULTS),
     "DeepseekV3ForCausalLM": Family(deepseek.read_v3, deepseek.V3_DEFAULTS),
     "DeepseekV32ForCausalLM": Family(deepseek.read_v32, deepseek.V32_DEFAULTS),
+    "Glm4MoeForCausalLM": Family(glm4_moe.read, glm4_moe.DEFAULTS),
+    "Glm4MoeLiteForCausalLM": Family(glm4_moe.read_flash, glm4_moe.FLASH_DEFAULTS),
     "GlmMoeDsaForCausalLM": Family(glm_moe_dsa.read, glm_moe_dsa.DEFAULTS),
 }
 """Families by architecture name."""

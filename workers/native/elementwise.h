@@ -66,9 +66,9 @@ void normalize(const Element* x, const Element* weight, Element* out, int64_t si
   }
 }
 
-// Dimensions i and i + head_dim / 2 are a pair.
-inline void rotate(const Element* x, const Element* cos, const Element* sin, Element* out, int64_t head_dim) {
-  const int64_t half = head_dim / 2;
+// Dimensions i and i + rope_dim / 2 are a pair.
+inline void rotate(const Element* x, const Element* cos, const Element* sin, Element* out, int64_t rope_dim) {
+  const int64_t half = rope_dim / 2;
   for (int64_t d = 0; d < half; d += kPairs) {
     const auto [first, second] = std::pair(load(x + d, half - d), load(x + half + d, half - d));
     const Pairs from_second = each(times, second, load(sin + d, half - d));
@@ -78,12 +78,14 @@ inline void rotate(const Element* x, const Element* cos, const Element* sin, Ele
   }
 }
 
-// Rotate a head. With a weight, normalize it first.
+// Rotate the first rope_dim elements of a head. With a weight, normalize it first.
 inline void turn(const Element* x, const Element* weight, float eps, const Element* cos, const Element* sin,
-                 Element* out, int64_t head_dim) {
+                 Element* out, int64_t head_dim, int64_t rope_dim) {
   Element normal[kMostDims];
   if (weight) normalize(x, weight, normal, head_dim, eps);
-  rotate(weight ? normal : x, cos, sin, out, head_dim);
+  const Element* head = weight ? normal : x;
+  rotate(head, cos, sin, out, rope_dim);
+  std::memcpy(out + rope_dim, head + rope_dim, (head_dim - rope_dim) * sizeof(Element));
 }
 
 // Pages of one layer's keys and values. Strides are in elements.
@@ -119,12 +121,12 @@ extern "C" void EXPORT(rms_norm)(const Element* x, const Element* y, const Eleme
 
 // Rotate the heads of tokens begin to end. With a weight, normalize them first.
 extern "C" void EXPORT(rotate)(const Element* x, const Element* cos, const Element* sin, const Element* weight,
-                               Element* out, int64_t num_heads, int64_t head_dim, int64_t token_stride,
-                               int64_t head_stride, float eps, int64_t begin, int64_t end) {
+                               Element* out, int64_t num_heads, int64_t head_dim, int64_t rope_dim,
+                               int64_t token_stride, int64_t head_stride, float eps, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; ++token)
     for (int64_t head = 0; head < num_heads; ++head)
-      turn(x + token * token_stride + head * head_stride, weight, eps, cos + token * head_dim, sin + token * head_dim,
-           out + (token * num_heads + head) * head_dim, head_dim);
+      turn(x + token * token_stride + head * head_stride, weight, eps, cos + token * rope_dim, sin + token * rope_dim,
+           out + (token * num_heads + head) * head_dim, head_dim, rope_dim);
 }
 
 // Rotate the heads of queries and keys of tokens begin to end, with weights normalize them first, and store keys and
@@ -133,13 +135,14 @@ extern "C" void EXPORT(rotate)(const Element* x, const Element* cos, const Eleme
 extern "C" void EXPORT(rotate_storing)(const Element* heads, const Element* cos, const Element* sin,
                                        const Element* query_weight, const Element* key_weight, Element* out,
                                        const Pages* pages, int64_t num_query_heads, int64_t num_kv_heads,
-                                       int64_t head_dim, int64_t stride, float eps, int64_t begin, int64_t end) {
+                                       int64_t head_dim, int64_t rope_dim, int64_t stride, float eps, int64_t begin,
+                                       int64_t end) {
   for (int64_t token = begin; token < end; ++token) {
-    const Element *head = heads + token * stride, *my_cos = cos + token * head_dim, *my_sin = sin + token * head_dim;
+    const Element *head = heads + token * stride, *my_cos = cos + token * rope_dim, *my_sin = sin + token * rope_dim;
     for (int64_t i = 0; i < num_query_heads; ++i, head += head_dim)
-      turn(head, query_weight, eps, my_cos, my_sin, out + (token * num_query_heads + i) * head_dim, head_dim);
+      turn(head, query_weight, eps, my_cos, my_sin, out + (token * num_query_heads + i) * head_dim, head_dim, rope_dim);
     for (int64_t i = 0; i < num_kv_heads; ++i, head += head_dim)
-      turn(head, key_weight, eps, my_cos, my_sin, pages->at(token, 0, i), head_dim);
+      turn(head, key_weight, eps, my_cos, my_sin, pages->at(token, 0, i), head_dim, rope_dim);
     for (int64_t i = 0; i < num_kv_heads; ++i, head += head_dim)
       std::memcpy(pages->at(token, 1, i), head, head_dim * sizeof(Element));
   }

@@ -98,9 +98,9 @@ class _Functions:
         self.attend = find("attend", _POINTER)
         self.select = find("select", _POINTER)
         self.rms_norm = find("rms_norm", *[_POINTER] * 5, *[_SIZE] * 3, _FLOAT, *[_SIZE] * 2)
-        self.rotate = find("rotate", *[_POINTER] * 5, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2)
+        self.rotate = find("rotate", *[_POINTER] * 5, *[_SIZE] * 5, _FLOAT, *[_SIZE] * 2)
         self.swiglu = find("swiglu", *[_POINTER] * 2, *[_SIZE] * 4)
-        self.rotate_storing = find("rotate_storing", *[_POINTER] * 7, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2)
+        self.rotate_storing = find("rotate_storing", *[_POINTER] * 7, *[_SIZE] * 5, _FLOAT, *[_SIZE] * 2)
         self.store_kv = find("store_kv", *[_POINTER] * 2, *[_SIZE] * 7)
 
 
@@ -236,7 +236,8 @@ class Library:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         pointers = [part.data_ptr() for part in (x, cos, sin)]
         scale = None if weight is None else weight.data_ptr()
-        given = (*pointers, scale, out.data_ptr(), num_heads, head_dim, x.stride(0), x.stride(1), eps)
+        sizes = (num_heads, head_dim, cos.shape[2], x.stride(0), x.stride(1))
+        given = (*pointers, scale, out.data_ptr(), *sizes, eps)
         self._share(function, given, num_tokens, num_heads * head_dim)
         return out
 
@@ -269,7 +270,8 @@ class Library:
         out = heads.new_empty(num_tokens, num_query_heads, head_dim)
         q_scale, k_scale = (each.data_ptr() for each in scales) if scales else (None, None)
         pointers = (heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), q_scale, k_scale, out.data_ptr())
-        pages, sizes = _Pages.of(layer_pages, slots), (num_query_heads, num_kv_heads, head_dim, heads.stride(0))
+        pages = _Pages.of(layer_pages, slots)
+        sizes = (num_query_heads, num_kv_heads, head_dim, cos.shape[2], heads.stride(0))
         self._share(function, (*pointers, ctypes.byref(pages), *sizes, eps), num_tokens, num_heads * head_dim)
         return out
 

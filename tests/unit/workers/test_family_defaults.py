@@ -12,6 +12,8 @@ ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",

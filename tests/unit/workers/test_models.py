@@ -26,6 +26,7 @@ from workers.models.registry import parse_model_config, read_model_config
 PROMPT = torch.randint(0, 256, (96,), generator=torch.Generator().manual_seed(1))
 
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+GLM4_MOE = {"architectures": ["Glm4MoeForCausalLM"]}
 QWEN2_MOE = {
     "architectures": ["Qwen2MoeForCausalLM"],
     "num_experts": 4,
@@ -50,7 +51,7 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
 
     @cache
     def make(family: str, dtype: torch.dtype = torch.float32, rope: str | None = None, **overrides: Any) -> Pair:
-        parameters: dict[str, Any] = {"rope_parameters": VARIANTS[rope]} if rope else {}
+        parameters: dict[str, Any] = {"rope_parameters": dict(VARIANTS[rope])} if rope else {}
         overrides = {key: list(value) if isinstance(value, tuple) else value for key, value in overrides.items()}
         folder = make_checkpoint(tmp_path_factory.mktemp(family), family, dtype=dtype, **overrides, **parameters)
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -140,6 +141,15 @@ def test_shapes_of_experts_equal_transformers(pair_of: Callable[..., Pair], fami
     assert_same_logits(pair_of(family, **shape), PROMPT)
 
 
+@pytest.mark.parametrize("rope", [None, "yarn"])
+@pytest.mark.parametrize("share", [1.0, 0.25, 0.125])
+def test_heads_of_which_a_part_is_rotated_equal_transformers(
+    pair_of: Callable[..., Pair], share: float, rope: str | None
+) -> None:
+    shape = {"use_qk_norm": False, "attention_bias": False}
+    assert_same_logits(pair_of("glm4_moe", rope=rope, partial_rotary_factor=share, **shape), PROMPT)
+
+
 @pytest.mark.parametrize(
     "shape",
     [{"num_key_value_heads": 1}, {"num_key_value_heads": 4}, {"num_hidden_layers": 3, "head_dim": 32}],
@@ -219,6 +229,11 @@ def raw_config() -> dict[str, Any]:
         ({**MIXTRAL, "num_experts_per_tok": 5}, ["num_experts_per_tok is 5", "at most 4"]),
         ({**QWEN2_MOE, "num_experts_per_tok": 5}, ["num_experts_per_tok is 5", "at most 4"]),
         ({**QWEN2_MOE, "shared_expert_intermediate_size": 0}, ["shared_expert_intermediate_size", "positive", "0"]),
+        ({**GLM4_MOE, "partial_rotary_factor": 0}, ["partial_rotary_factor is 0", "head_dim = 16", "even"]),
+        ({**GLM4_MOE, "partial_rotary_factor": 0.3}, ["partial_rotary_factor is 0.3", "head_dim = 16", "even"]),
+        ({**GLM4_MOE, "rope_parameters": {"partial_rotary_factor": "half"}}, ["partial_rotary_factor is 'half'"]),
+        ({**GLM4_MOE, "n_group": 3}, ["n_group is 3", "n_routed_experts = 128"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5", "allowed: 1.0"]),
         ({"architectures": None}, ["architectures", "Qwen3ForCausalLM"]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers is 1000000000", "at most 4096"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["quant_method is 'awq'", "allowed: 'fp8'"]),

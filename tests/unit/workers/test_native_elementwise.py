@@ -26,6 +26,8 @@ EPS = 1e-6
 NAMES = {"rms_norm", "add_rms_norm", "rotate", "rotate_storing", "store_kv", "swiglu"}
 SPECIAL = (0.0, -0.0, 1e-38, 1e-30, 90.0, -90.0, 3e38, float("inf"), float("-inf"), float("nan"))
 ROWS, SIZES, SEEDS = st.integers(0, 5), st.integers(1, 150), st.integers(0, 2**30)
+REST = st.sampled_from([0, 0, 2, 7, 40])
+"""Elements of a head that are not rotated."""
 
 
 @pytest.fixture(scope="module", params=runnable_kinds(), ids=lambda kind: kind.name)
@@ -86,11 +88,12 @@ def test_norms(library: Library, dtype: torch.dtype, num_rows: int, size: int, g
     check_norm(normed, expected)
 
 
-@given(num_tokens=ROWS, heads=st.integers(1, 3), half=st.integers(1, 75), gap=st.integers(0, 3), seed=SEEDS)
+@given(num_tokens=ROWS, heads=st.integers(1, 3), half=st.integers(1, 75), rest=REST, gap=st.integers(0, 3), seed=SEEDS)
 def test_rotations(
-    library: Library, dtype: torch.dtype, num_tokens: int, heads: int, half: int, gap: int, seed: int
+    library: Library, dtype: torch.dtype, num_tokens: int, heads: int, half: int, rest: int, gap: int, seed: int
 ) -> None:
-    x, layer = draw(dtype, seed, num_tokens, heads + 1, 2 * half, gap=gap)[:, :heads], norm(dtype, seed, 2 * half)
+    dim = 2 * half + rest
+    x, layer = draw(dtype, seed, num_tokens, heads + 1, dim, gap=gap)[:, :heads], norm(dtype, seed, dim)
     rotation = Rotation(*(draw(dtype, seed + number, num_tokens, 1, 2 * half) for number in (1, 2)))
     check_same(library.rotate(x, rotation.cos, rotation.sin), rotation.apply(x))
     normed = library.rotate(layer(x), rotation.cos, rotation.sin)
@@ -125,6 +128,7 @@ def test_rows_of_kv_go_only_to_their_slots(
     num_tokens=ROWS,
     heads=st.tuples(st.integers(1, 5), st.integers(1, 2)),
     half=st.integers(1, 40),
+    rest=REST,
     has_norms=st.booleans(),
     seed=SEEDS,
     gap=SIZES,
@@ -135,18 +139,19 @@ def test_heads_are_rotated_into_their_slots(
     num_tokens: int,
     heads: tuple[int, int],
     half: int,
+    rest: int,
     has_norms: bool,
     seed: int,
     gap: int,
 ) -> None:
-    (num_queries, num_kv), dim, page_size = heads, 2 * half, 3
+    (num_queries, num_kv), dim, page_size = heads, 2 * half + rest, 3
     found, expected = (kv_pool(6, num_kv, 2, page_size, dim, dtype) for _ in range(2))
     of_layer = [pool.group("full_attention")[:, :, 1] for pool in (found, expected)]
     slots = torch.randperm(6 * page_size, generator=torch.Generator().manual_seed(seed))[:num_tokens]
     num_heads = num_queries + 2 * num_kv
     row = draw(dtype, seed, num_tokens, num_heads * dim, gap=gap).view(num_tokens, num_heads, dim)
     q, k, v = torch.split(row, [num_queries, num_kv, num_kv], dim=1)
-    cos, sin = (draw(dtype, seed + number, num_tokens, 1, dim) for number in (1, 2))
+    cos, sin = (draw(dtype, seed + number, num_tokens, 1, 2 * half) for number in (1, 2))
     weights = (draw(dtype, seed + 3, dim), draw(dtype, seed + 4, dim)) if has_norms else None
     turned = library.rotate_storing(row, cos, sin, weights, EPS, of_layer[0], slots)
     q_weight, k_weight = weights or (None, None)
