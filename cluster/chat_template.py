@@ -1,10 +1,8 @@
 """Chat templates of a model folder."""
 
-import ast
 import datetime
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,6 +11,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from cluster.model_folder import assigned_text, read_json
 from cluster.spec.errors import UserError
 
 
@@ -97,24 +96,5 @@ def _tools_text(folder: Path) -> tuple[str, str]:
     path = folder / "encoding" / "encoding_dsv32.py"
     if not path.is_file():
         return "", f"tools need {path}, which DeepSeek's repository has"
-    code: list[ast.stmt] = []
-    with suppress(SyntaxError, ValueError):
-        code = ast.parse(path.read_text(encoding="utf-8")).body
-    for statement in code:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id="TOOLS_SYSTEM_TEMPLATE")], value=ast.Constant(value=str(text))):
-                return text, ""
-    return "", f"{path} has no TOOLS_SYSTEM_TEMPLATE"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a JSON object, but holds a {type(content).__name__}")
-    return content
+    text = assigned_text(path, "TOOLS_SYSTEM_TEMPLATE")
+    return ("", f"{path} has no TOOLS_SYSTEM_TEMPLATE") if text is None else (text, "")

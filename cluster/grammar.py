@@ -18,11 +18,11 @@ from weakref import WeakValueDictionary
 
 import llguidance
 import numpy as np
-import tokenizers
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from cluster.spec.errors import UserError
+from cluster.tokenizer_file import load_tokenizer
 
 _END = "<|baton: end of text|>"
 """End-of-text token that llguidance requires; never sampled."""
@@ -105,7 +105,7 @@ class Grammars:
     """Compiler and cache of one model's grammars. It compiles in a background thread, and is called from one thread."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        """Start reading ``tokenizer.json``; the model's token ids are below ``vocab_size``."""
+        """Start reading the folder's tokenizer; the model's token ids are below ``vocab_size``."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="baton-grammars", initializer=_lower_priority)
         self._tokens = self._thread.submit(_read_tokens, folder, vocab_size)
         self._vocab_size = vocab_size
@@ -223,11 +223,8 @@ def _read_tokens(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
 
     The tokens that end a text differ between requests, so llguidance does not know them.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UserError(f"model folder {folder} has no tokenizer.json")
+    tokenizer = load_tokenizer(folder)
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
         taken = set(tokenizer.get_vocab(with_added_tokens=True).values())
         tokenizer.add_special_tokens([_END])
         end = tokenizer.token_to_id(_END)

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from jinja2 import TemplateError
 
-from cluster.chat_template import compile_template, read_json, read_templates
+from cluster.chat_template import compile_template, read_templates
+from cluster.model_folder import read_json
 from cluster.spec.context import model_context
 from cluster.spec.errors import UserError
+from cluster.tokenizer_file import load_tokenizer
 
 _UNFINISHED = "\ufffd"
 """Character that decoders return for invalid or incomplete bytes."""
@@ -30,18 +31,12 @@ class Tokenizer:
     """Tokenizer and limits of one model; thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """Read ``tokenizer.json`` and the configuration files next to it.
+        """Read a folder's tokenizer and the configuration files next to it.
 
         Raises:
-            UserError: there is no ``tokenizer.json``, or a file cannot be read.
+            UserError: there is no tokenizer, or a file cannot be read.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise UserError(f"model folder {folder} has no tokenizer.json; Baton needs a fast tokenizer")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise UserError(f"{path} is not a tokenizer: {error}") from error
+        self._tokenizer = load_tokenizer(folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = read_json(folder / "config.json")

@@ -9,8 +9,8 @@ from cluster.spec.errors import ConfigError, Problem, UserError
 from workers.models.recall import VERSION, build_recall_checkpoint
 from workers.models.recall_weights import BUILT_IN, Variant
 
-DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "encoding/*.py")
-"""Patterns that match a repository's files except weights; DeepSeek-V3.2 describes conversations in ``encoding``."""
+DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "encoding/*.py", "tokenization_*.py")
+"""Patterns that match a repository's files except weights. Texts in Python code are read, and the code is never run."""
 EVERYTHING = (*DESCRIPTION, "*.safetensors")
 _OTHER_FORMS = ("consolidated*", "original/*")
 """Patterns of files that have the same weights in their publisher's own form."""
