@@ -9,7 +9,7 @@ import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from threading import Lock, get_native_id
@@ -115,6 +115,10 @@ class Grammars:
         self._lock = Lock()
         self._waiting: OrderedDict[str, deque[tuple[str, Future[Compiled]]]] = OrderedDict()
         """Grammars that wait to be compiled, by tenant. The first tenant is next."""
+
+    def wait(self) -> None:
+        """Wait until the tokenizer is read. Other threads can hardly run meanwhile."""
+        wait([self._tokens])
 
     def prepare(self, grammar: str, tenant: str = "") -> Future[Compiled]:
         """Compile a grammar unless it is cached; the future raises UserError if it cannot be used.

@@ -105,6 +105,8 @@ def _load(
     geometry = model_config.kv_geometry(config.model.name, dtype_name, config.kv.page_size)
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
+    if grammars is not None:
+        grammars.wait()  # it would disturb the measurements, and then hold up signs of life
     attention = _open_attention(spec, model, geometry)
     limits = model_config.limits
     make_capture = capture_maker(device) if captures_decode(config, spec.pool, limits) else None

@@ -10,7 +10,6 @@ import signal
 import socket
 import traceback
 from collections.abc import Generator, Iterator, Mapping
-from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from http import HTTPStatus
@@ -55,7 +54,7 @@ class TimedGrammars(Grammars):
 
     @contextmanager
     def limited(self) -> Generator[None, None, None]:
-        wait([self._tokens])
+        self.wait()
         signal.setitimer(signal.ITIMER_VIRTUAL, GRAMMAR_S)
         try:
             yield

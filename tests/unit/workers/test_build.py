@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +28,10 @@ from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.rank_records import GEOMETRY, LAYOUT, make_record, sizes
 from tests.fakes.worker_specs import lone_worker
 from workers import rank
+from workers.attention.registry import BackendChoice
 from workers.build import make_leader
 from workers.context_parallel.cost_model import ModelShape, Rates
+from workers.engine.native_kernels import choose_kernels
 from workers.parallel.store import exchange
 
 CP = 2
@@ -167,6 +170,26 @@ def test_a_rank_logs_its_weights_and_its_pool(tmp_path: Path, caplog: pytest.Log
         pages = loaded.layout.num_pages
     assert re.search(r"loaded \S+ GiB of weights in \S+ s\n", caplog.text)
     assert f"KV pool: {pages} pages, {pages * config.kv.page_size} tokens" in caplog.text
+
+
+def test_a_rank_measures_once_its_tokenizer_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a large vocabulary holds up all threads."""
+    order: list[str] = []
+
+    def read_tokens(*_: object) -> None:
+        time.sleep(0.2)
+        order.append("read")
+
+    def choose(*given: Any) -> BackendChoice:
+        order.append("measured")
+        return choose_kernels(*given)
+
+    monkeypatch.setattr("cluster.grammar._read_tokens", read_tokens)
+    monkeypatch.setattr("workers.rank.choose_kernels", choose)
+    config = DeployConfig.model_validate({"kv": {"memory_gib": 0.01}})
+    store: Any = HashStore()
+    rank.load_rank(lone_worker(config, Role.DECODE), make_checkpoint(tmp_path, "qwen3"), store).close()
+    assert order == ["read", "measured"]
 
 
 def test_a_missing_gpu_is_reported_before_the_groups_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
