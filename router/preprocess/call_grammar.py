@@ -138,7 +138,7 @@ class _CallGrammar:
     def _called(self, opening: str, name: str) -> str:
         form = self._form
         if form.is_numbered:
-            return f"{self._literal(f'{opening}functions.{name}:')} /[0-9]+/ {self._literal(form.middle)}"
+            return f"{self._literal(f'{opening}functions.{name}:')} /[0-9]{{1,4}}/ {self._literal(form.middle)}"
         return self._literal(opening + (json.dumps(name) if form.quotes_name else name) + form.middle)
 
     def _more(self, *, several: bool) -> str:

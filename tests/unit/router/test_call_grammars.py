@@ -110,6 +110,13 @@ def test_text_before_calls(model: ServedModel, dialect: str) -> None:
     assert taken(model, dialect, ["", one, f"So: {one}", two], parallel_tool_calls=False) == [True, True, True, False]
 
 
+def test_the_number_of_a_call_ends(model: ServedModel) -> None:
+    call = WRITERS["kimi_k2"]([("stop", {})])
+    assert "functions.stop:0" in call
+    numbered = [call.replace(":0", f":{number}") for number in (12, 3456, 34567)]
+    assert taken(model, "kimi_k2", numbered, tool_choice="required") == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
