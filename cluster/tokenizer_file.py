@@ -18,17 +18,18 @@ def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     Raises:
         UserError: there is none, or its files cannot be read.
     """
-    path, ranks_path = folder / "tokenizer.json", folder / "tiktoken.model"
+    path = folder / "tokenizer.json"
+    has_json = path.is_file()
+    if not has_json and not (path := folder / "tiktoken.model").is_file():
+        raise UserError(f"model folder {folder} has no tokenizer.json; Baton needs a fast tokenizer")
     try:
-        if path.is_file():
+        if has_json:
             return tokenizers.Tokenizer.from_file(str(path))
-        if (path := ranks_path).is_file():
-            return _from_ranks(_read_ranks(path), _split_pattern(folder), read_json(folder / "tokenizer_config.json"))
+        return _from_ranks(_read_ranks(path), _split_pattern(folder), read_json(folder / "tokenizer_config.json"))
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"{path} is not a tokenizer: {error}") from error
-    raise UserError(f"model folder {folder} has no tokenizer.json; Baton needs a fast tokenizer")
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
