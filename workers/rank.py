@@ -56,7 +56,7 @@ class Rank:
     step_recorder: StepRecorder
     model_shape: ModelShape
     rates: Rates
-    """Rates of the replica's slowest rank. Decode replicas do not use them and have the defaults."""
+    """Rates of the replica's slowest rank."""
     grammars: Grammars | None
     """Grammars that constrain sampling. None on ranks that do not sample."""
     groups: RankGroups
