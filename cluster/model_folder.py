@@ -40,8 +40,8 @@ def _text_of(value: ast.expr) -> str | None:
         case ast.Constant(value=str(text)):
             return text
         case ast.Call(
-            func=ast.Attribute(value=ast.Constant(value=str(between)), attr="join"), args=[ast.List(elts=parts)]
+            func=ast.Attribute(value=ast.Constant(value=str(between)), attr="join"), args=[ast.List() as parts]
         ):
-            texts = [_text_of(part) for part in parts]
-            return None if None in texts else between.join(text for text in texts if text is not None)
+            with suppress(ValueError, TypeError):
+                return between.join(ast.literal_eval(parts))
     return None

@@ -51,10 +51,10 @@ def _split_pattern(folder: Path) -> str:
 
 def _from_ranks(ranks: Mapping[bytes, int], pattern: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """Return the tokenizer that joins the pair of parts whose whole has the lowest rank, as long as there is one."""
-    added = _added_tokens(len(ranks), config)
-    vocab = {_spell(token): rank for token, rank in ranks.items()}
+    spelled, added = {token: _spell(token) for token in ranks}, _added_tokens(len(ranks), config)
+    vocab = {spelled[token]: rank for token, rank in ranks.items()}
     vocab |= {token.content: token_id for token_id, token in added.items()}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, _pairs(ranks), ignore_merges=True))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, _pairs(spelled), ignore_merges=True))
     words = pre_tokenizers.Split(Regex(pattern), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
@@ -63,11 +63,10 @@ def _from_ranks(ranks: Mapping[bytes, int], pattern: str, config: Mapping[str, A
     return tokenizer
 
 
-def _pairs(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that can be joined, those with the lowest rank first."""
-    spelled = {token: _spell(token) for token in ranks}
-    cuts = ((token[:cut], token[cut:]) for token in ranks for cut in range(1, len(token)))
-    return [(spelled[left], spelled[right]) for left, right in cuts if left in ranks and right in ranks]
+def _pairs(spelled: Mapping[bytes, str]) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that can be joined, in the order of the tokens that they make."""
+    cuts = ((token[:cut], token[cut:]) for token in spelled for cut in range(1, len(token)))
+    return [(spelled[left], spelled[right]) for left, right in cuts if left in spelled and right in spelled]
 
 
 def _added_tokens(first: int, config: Mapping[str, Any]) -> dict[int, AddedToken]:
@@ -76,11 +75,12 @@ def _added_tokens(first: int, config: Mapping[str, Any]) -> dict[int, AddedToken
     Ids without a token are reserved, as in Kimi-K2: ids must have no gaps where a grammar adds tokens.
     """
     given = {int(token_id): token for token_id, token in config.get("added_tokens_decoder", {}).items()}
-    names = {token_id: f"<|reserved_token_{token_id}|>" for token_id in range(first, max(given, default=0))}
-    added = {token_id: AddedToken(name, special=True, normalized=False) for token_id, name in names.items()}
-    for token_id, token in given.items():
-        added[token_id] = AddedToken(token["content"], special=token.get("special", False), normalized=False)
-    return dict(sorted(added.items()))
+    ids = range(first, max(given, default=0))
+    reserved = {token_id: {"content": f"<|reserved_token_{token_id}|>", "special": True} for token_id in ids}
+    return {
+        token_id: AddedToken(token["content"], special=token.get("special", False), normalized=False)
+        for token_id, token in sorted((reserved | given).items())
+    }
 
 
 def _byte_chars() -> dict[int, str]:

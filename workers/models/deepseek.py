@@ -78,7 +78,7 @@ def read_indexed(
     hf.one_of("mlp_bias", False, None)
     hf.positive("q_lora_rank")
     attention = _read_attention(hf, is_interleaved=True)
-    config = read_layers(hf, attention, v3_router(hf), sparse_layers(hf))
+    config = read_layers(hf, attention, v3_router(hf), sparse_flags(hf))
     indexer = IndexerConfig(
         num_heads=hf.positive("index_n_heads"),
         head_dim=hf.positive("index_head_dim"),
@@ -93,7 +93,7 @@ def read_indexed(
     return replace(config, attention=replace(attention, indexer=indexer), shares_selection=shares)
 
 
-def sparse_layers(hf: HfConfig) -> Sequence[bool] | None:
+def sparse_flags(hf: HfConfig) -> Sequence[bool] | None:
     """Return which layers have experts. None if config.json does not list them."""
     if (kinds := hf.get("mlp_layer_types")) is None:
         return None

@@ -4,7 +4,7 @@ attention. Both have DeepSeek-V3's experts.
 
 from typing import Any
 
-from workers.models.deepseek import V3_DEFAULTS, read_layers, read_v3, sparse_layers, v3_router
+from workers.models.deepseek import V3_DEFAULTS, read_layers, read_v3, sparse_flags, v3_router
 from workers.models.hf_config import HfConfig, read_partial_attention
 from workers.models.interface import DecoderConfig
 
@@ -45,4 +45,4 @@ def read(hf: HfConfig) -> DecoderConfig:
 
 
 def read_flash(hf: HfConfig) -> DecoderConfig:
-    return read_v3(hf, sparse_layers(hf))
+    return read_v3(hf, sparse_flags(hf))
