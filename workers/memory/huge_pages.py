@@ -4,8 +4,8 @@ import ctypes
 import sys
 
 _HUGE_PAGE = 2 << 20
-_COLLAPSE = 25
-"""MADV_COLLAPSE of madvise(2), in Linux 6.1 and later."""
+_ALLOW, _COLLAPSE = 14, 25
+"""MADV_HUGEPAGE and MADV_COLLAPSE of madvise(2), the latter in Linux 6.1 and later."""
 _DISABLE = 41
 """PR_SET_THP_DISABLE of prctl(2)."""
 
@@ -18,9 +18,16 @@ def use_huge_pages(address: int, num_bytes: int) -> None:
     """
     if sys.platform != "linux":
         return
-    start = address // _HUGE_PAGE * _HUGE_PAGE
-    end = -(-(address + num_bytes) // _HUGE_PAGE) * _HUGE_PAGE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _COLLAPSE)
+    first, last = address // _HUGE_PAGE, -(-(address + num_bytes) // _HUGE_PAGE)
+    # All memory of a huge page needs the same advice, but torch gives it to single tensors.
+    _advise(first, last, _ALLOW)
+    for page in range(first, last):  # one at a time, since Linux stops at the first that is impossible
+        _advise(page, page + 1, _COLLAPSE)
+
+
+def _advise(first: int, last: int, advice: int) -> None:
+    start, size = ctypes.c_void_p(first * _HUGE_PAGE), ctypes.c_size_t((last - first) * _HUGE_PAGE)
+    ctypes.CDLL(None).madvise(start, size, advice)
 
 
 def use_small_pages() -> None:

@@ -5,9 +5,12 @@
 using Element = bf16;
 #define EXPORT(name) baton_##name##_bf16
 
-#ifdef __AVX512BF16__
+#if defined(__AMX_BF16__)
 #include "block_bf16.h"
-#include "products_bf16.h"
+#include "products_amx.h"
+#elif defined(__AVX512BF16__)
+#include "block_bf16.h"
+#include "products_avx512.h"
 #else
 #include "block_fp32.h"
 #include "products_fp32.h"

@@ -7,8 +7,6 @@
 
 namespace {
 
-constexpr int64_t kDepth = 512;  // Inputs whose weights stay in the cache until all rows have met them.
-
 // Rows, their weight as in linear, and their products.
 struct Rows {
   const Element *x, *weight;
@@ -16,37 +14,20 @@ struct Rows {
   int64_t width, block_stride, num_rows;
 };
 
-constexpr decltype(&add_products<1>) kAddProducts[] = {add_products<1>, add_products<2>, add_products<3>,
-                                                       add_products<4>, add_products<5>, add_products<6>};
-
-// Compute the sums of up to kRowsTogether rows. Of several groups of rows, only the first would wait for memory: two of
-// them each fetch half of the weights that come next. A single group waits for memory all the time.
-void sum_products(const Inputs& x, const Outputs& weight, int64_t num_rows, int64_t num_inputs, float* sums) {
-  const int64_t num_groups = round_up(num_rows, kMostTogether) / kMostTogether;
-  std::fill(sums, sums + num_rows * kOutputs, 0.0f);
-  for (int64_t i = 0; i < num_inputs; i += kDepth)
-    for (int64_t group = 0; group < num_groups; ++group) {
-      const int64_t row = num_rows * group / num_groups, next = num_rows * (group + 1) / num_groups;
-      const int64_t depth = std::min(kDepth, num_inputs - i);
-      const int64_t ahead = num_groups > 1 ? depth / 2 * weight.pair_stride + group % kLines * kLine : 0;
-      kAddProducts[next - row - 1](x.rows + row * x.stride, x.stride, weight, i, depth, ahead, sums + row * kOutputs);
-    }
-}
-
 // Compute products of `rows`, for outputs kOutputs * begin to kOutputs * end. A null bias counts as zero.
 void multiply_rows(const Rows& rows, const Element* bias, int64_t num_inputs, int64_t num_outputs, int64_t x_stride,
                    int64_t out_stride, int64_t begin, int64_t end) {
-  alignas(64) float sums[kRowsTogether * kOutputs];
   Inputs inputs(rows.num_rows, num_inputs);
-  for (int64_t at = 0; at < rows.num_rows; at += kRowsTogether) {
-    const int64_t num_together = std::min(rows.num_rows - at, kRowsTogether);
+  for (int64_t at = 0; at < rows.num_rows; at += inputs.rows_together) {
+    const int64_t num_together = std::min(rows.num_rows - at, inputs.rows_together);
     inputs.read(rows.x + at * x_stride, x_stride, num_together);
     for (int64_t first = begin * kOutputs; first < end * kOutputs; first += kOutputs) {
-      const Outputs weights = outputs_from(first, rows.weight, num_outputs, rows.width, rows.block_stride);
-      sum_products(inputs, weights, num_together, num_inputs, sums);
-      for (int64_t row = 0; row < num_together; ++row)
-        store_sums(sums + row * kOutputs, bias ? bias + first : nullptr, num_outputs - first,
+      const auto store = [&](int64_t row, const float* sums) {
+        store_sums(sums, bias ? bias + first : nullptr, num_outputs - first,
                    rows.out + (at + row) * out_stride + first);
+      };
+      const Outputs weights = outputs_from(first, rows.weight, num_outputs, rows.width, rows.block_stride);
+      sum_products(inputs, weights, num_together, num_inputs, store);
     }
   }
 }

@@ -6,9 +6,6 @@
 
 namespace {
 
-// Let tile loads see what was written before. GCC's do not say that they read memory.
-inline void finish_writing(const void* p) { asm volatile("" : : "r"(p) : "memory"); }
-
 // Add products of 16 rows with the first 64 columns of a packed matrix, or 32 if not Wide, to tiles 0 to 3. Strides are
 // in bytes, and each row of the packed matrix has pairs of elements. `depth` is rounded up to 32.
 template <bool Wide>
@@ -61,15 +58,11 @@ void add_values(const Scratch& s, int64_t num_keys, const bf16* weights, const b
   }
 }
 
-// Process a block's packed keys and values for rows `row` to row + kRows.
-void attend_panel(const Scratch& s, int64_t row, const int* seen) {
-  constexpr int kWeighed = 4;  // Rows whose scores fit into registers.
-  const int most = *std::max_element(seen, seen + kRows);
-  if (most == 0) return;
-  alignas(64) float scores[kRows * kBlock];
-  alignas(64) bf16 weights[kRows * kBlock];
-  score_packed(s, row, scores);
-  for (int r = 0; r < kRows; r += kWeighed) {
+// Weights of R rows from their scores, as [row][key].
+template <int R>
+void weigh_rows(const Scratch& s, int64_t row, const int* seen, const float* scores, bf16* weights) {
+  constexpr int kWeighed = std::min(R, 4);  // Rows whose scores fit into registers.
+  for (int r = 0; r < R; r += kWeighed) {
     Scores<kWeighed> x;
 #pragma GCC unroll 4
     for (int i = 0; i < kWeighed; ++i)
@@ -78,6 +71,16 @@ void attend_panel(const Scratch& s, int64_t row, const int* seen) {
     weigh<kWeighed>(s, row + r, seen + r, x, weights + r * kBlock);
   }
   finish_writing(weights);
+}
+
+// Process a block's packed keys and values for rows `row` to row + kRows.
+void attend_panel(const Scratch& s, int64_t row, const int* seen) {
+  const int most = *std::max_element(seen, seen + kRows);
+  if (most == 0) return;
+  alignas(64) float scores[kRows * kBlock];
+  alignas(64) bf16 weights[kRows * kBlock];
+  score_packed(s, row, scores);
+  weigh_rows<kRows>(s, row, seen, scores, weights);
   float* out = s.out + row * s.value_width;
   int64_t d = 0;
   for (; d + 64 <= s.value_width; d += 64) add_values<true>(s, most, weights, s.values + 2 * d, out + d);

@@ -11,16 +11,16 @@ constexpr int64_t kParts = kRegisters == 32 ? 4 : 2;
 constexpr int64_t kOutputs = kParts * kLanes;                // Outputs per call of add_products.
 constexpr int64_t kLines = 2 * kOutputs / kLine;             // Cache lines of a pair of inputs.
 constexpr int64_t kMostTogether = kRegisters == 32 ? 6 : 5;  // Rows whose sums fit into registers.
-constexpr int64_t kRowsTogether = 8 * kMostTogether;         // Rows that share a read of the weights.
 
 // Some rows of inputs in fp32, as add_products takes them. They stay in the cache.
 struct Inputs {
+  static constexpr int64_t rows_together = 8 * kMostTogether;  // Rows that share a read of the weights.
   const int64_t stride;
   const std::unique_ptr<float[]> memory;
   const float* const rows = memory.get();
 
   Inputs(int64_t num_rows, int64_t num_inputs)
-      : stride(num_inputs), memory(new float[std::min(num_rows, kRowsTogether) * num_inputs]) {}
+      : stride(num_inputs), memory(new float[std::min(num_rows, rows_together) * num_inputs]) {}
 
   void read(const bf16* x, int64_t x_stride, int64_t num_rows) {
     for (int64_t row = 0; row < num_rows; ++row)
@@ -78,6 +78,8 @@ void store_sums(const float* sums, const bf16* bias, int64_t n, bf16* out) {
 }
 
 }  // namespace
+
+#include "products.h"
 
 // Outputs per block of the weights that linear reads. It computes as many outputs at a time as the last of these says.
 extern "C" const int64_t EXPORT(block_widths)[] = {kOutputs, kOutputs};

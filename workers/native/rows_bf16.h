@@ -13,15 +13,25 @@
 #include "block.h"
 #include "vectors.h"
 
+#ifdef __AMX_BF16__
+#include "tiles.h"
+#endif
+
 namespace {
 
 constexpr int kVectors = kBlock / kLanes;  // Vectors per row of scores.
 #ifdef __AMX_BF16__
-constexpr int kRows = 16;    // Rows of a tile register.
-constexpr int kFewRows = 4;  // Maximum number of rows of a tile that reads keys and values in place.
+constexpr int kRows = kTileLanes;
+constexpr int kFewRows = kTileLanes;   // Maximum number of rows of a tile that reads keys and values in place.
+constexpr bool kFewAreColumns = true;  // Whether queries of few rows are stored as [pair of dims][row][2].
 #else
 constexpr int kRows = 6;  // Rows processed together: 24 sums, plus registers for their factors.
 constexpr int kFewRows = 8;
+constexpr bool kFewAreColumns = false;
+
+struct Tiles {
+  static void shape(int64_t) {}
+};
 #endif
 
 inline __m512bh pairs(const void* p) { return (__m512bh)_mm512_load_si512(p); }
@@ -73,17 +83,23 @@ inline void load_pairs(const bf16* const* keys, int64_t d, int64_t head_dim, __m
   load_all_pairs(rows, 0, x);
 }
 
-// Load 32 dims, from d on, of two values, as two vectors with one pair per dim.
+// Load 32 dims, from d on, of two values, as two vectors with one pair per dim: the first half of every 8 dims, and the
+// second.
 inline void interleave(const bf16* const* values, int64_t d, int64_t head_dim, __m512i x[2]) {
-  alignas(64) static constexpr uint16_t low[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                   8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i low_index = _mm512_load_si512(low);
-  const __m512i high_index = _mm512_add_epi16(low_index, _mm512_set1_epi16(16));
   const __mmask32 mask = lanes32(head_dim - d);
   const __m512i even = _mm512_maskz_loadu_epi16(mask, values[0] + d);
   const __m512i odd = _mm512_maskz_loadu_epi16(mask, values[1] + d);
-  x[0] = _mm512_permutex2var_epi16(even, low_index, odd);
-  x[1] = _mm512_permutex2var_epi16(even, high_index, odd);
+  x[0] = _mm512_unpacklo_epi16(even, odd), x[1] = _mm512_unpackhi_epi16(even, odd);
+}
+
+// Put sums of 32 dims in order: in that of interleaved values, or even dims followed by odd dims.
+inline void put_in_order(float* sums, bool are_interleaved) {
+  const __m512i interleaved = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i parted = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i low = are_interleaved ? interleaved : parted, high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  const __m512 x = _mm512_load_ps(sums), y = _mm512_load_ps(sums + kLanes);
+  _mm512_store_ps(sums, _mm512_permutex2var_ps(x, low, y));
+  _mm512_store_ps(sums + kLanes, _mm512_permutex2var_ps(x, high, y));
 }
 
 // Pack keys as [pair of dims][key][2].
@@ -109,24 +125,6 @@ void pack_values(const Block& block, int num_keys, int64_t head_dim, int64_t wid
     }
   }
 }
-
-#ifdef __AMX_BF16__
-// This thread's tile registers, all with 16 rows of 64 bytes.
-struct Tiles {
-  Tiles() {
-    alignas(64) static constexpr uint8_t config[64] = {
-        1,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0,  // Palette 1.
-        64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0,  // Bytes per row, as 16-bit numbers.
-        0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0,
-        16, 16, 16, 16, 16, 16, 16, 16,  // Rows.
-    };
-    _tile_loadconfig(config);
-  }
-  ~Tiles() { _tile_release(); }
-};
-#else
-struct Tiles {};
-#endif
 
 // State of a tile.
 struct Scratch {
@@ -159,7 +157,10 @@ void pack_scored(const Scratch& s, const Block& block) { pack_keys(block, s.key_
 
 // Row count rounded up to what these functions process. Surplus rows are zero.
 inline int64_t padded(int64_t num_rows) {
-  return num_rows > kFewRows ? round_up(num_rows, kRows) : num_rows > 4 ? kFewRows : num_rows == 3 ? 4 : num_rows;
+  if (num_rows > kFewRows) return round_up(num_rows, kRows);
+  int64_t power = 1;
+  while (power < num_rows) power *= 2;
+  return power;
 }
 
 // Begin a tile of `num_rows` rows, padded.
@@ -168,16 +169,25 @@ void clear(const Scratch& s, int64_t num_rows) {
   std::fill_n(s.sums, num_rows * kLanes, 0.0f);
   std::fill_n(s.reference, num_rows, kUnset);
   std::fill_n(s.limit, num_rows, kUnset);
+  Tiles::shape(std::min<int64_t>(num_rows, kRows));
 }
 
-void read_query(const Scratch& s, int64_t row, int64_t, const bf16* from) {
+void read_query(const Scratch& s, int64_t row, int64_t num_rows, const bf16* from) {
+  if (kFewAreColumns && num_rows <= kFewRows) {
+    for (int64_t d = 0; d < s.key_width; ++d)
+      s.query[d / 2 * 2 * num_rows + row * 2 + d % 2] = d < s.key_dim ? from[d] : 0;
+    return;
+  }
   for (int64_t d = 0; d < s.key_dim; d += 32)
     _mm512_store_si512(s.query + row * s.key_width + d, _mm512_maskz_loadu_epi16(lanes32(s.key_dim - d), from + d));
 }
 
-Found found(const Scratch& s, int64_t row, int64_t) {
+Found found(const Scratch& s, int64_t row, int64_t num_rows) {
   const float sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sums + row * kLanes));
-  return {s.out + row * s.value_width, sum, s.reference[row]};
+  float* out = s.out + row * s.value_width;
+  const bool are_interleaved = !kFewAreColumns || num_rows > kFewRows;
+  for (int64_t d = 0; d < s.value_width; d += 32) put_in_order(out + d, are_interleaved);
+  return {out, sum, s.reference[row]};
 }
 
 // Set a row's reference to its largest score in this block if that is far above it.

@@ -12,17 +12,19 @@ import pytest
 
 from tests.readme import ROOT
 from transfer.backends.shared_memory import SharedMemoryBackend
-from workers.memory.huge_pages import use_huge_pages
+from workers.memory.huge_pages import _ALLOW, _COLLAPSE, use_huge_pages
 
 MIB = 1 << 20
 
 
 class Libc:
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []
+    """Linux that refuses all advice."""
 
-    def madvise(self, start: Any, num_bytes: Any, _: int) -> int:
-        self.asked.append((start.value, start.value + num_bytes.value))
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, int]] = []
+
+    def madvise(self, start: Any, num_bytes: Any, advice: int) -> int:
+        self.asked.append((start.value // MIB - 64, (start.value + num_bytes.value) // MIB - 64, advice))
         return -1
 
 
@@ -36,7 +38,8 @@ def test_all_that_holds_a_part_of_the_memory(
     libc = Libc()
     monkeypatch.setattr(ctypes, "CDLL", lambda _: libc)
     use_huge_pages((64 + first) * MIB, (last - first) * MIB)
-    assert libc.asked == [((64 + expected[0]) * MIB, (64 + expected[1]) * MIB)]
+    pages = [(page, page + 2, _COLLAPSE) for page in range(*expected, 2)]
+    assert libc.asked == [(*expected, _ALLOW), *pages]
 
 
 def test_content_stays() -> None:
@@ -68,8 +71,9 @@ ctypes.CDLL(None).prctl(_DISABLE, 0, 0, 0, 0)
 
 def make_buffer() -> mmap.mmap:
     buffer = mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    buffer.madvise(mmap.MADV_HUGEPAGE)
     buffer[:] = bytes(len(buffer))
+    for start in range(0, len(buffer), 2 << 20):  # as torch does for single tensors
+        buffer.madvise(mmap.MADV_HUGEPAGE, start, 1 << 20)
     return buffer
 
 def huge_kib() -> int:

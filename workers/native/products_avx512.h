@@ -11,10 +11,10 @@ constexpr int64_t kOutputs = 64;  // Outputs per call of add_products.
 constexpr int64_t kParts = kOutputs / kLanes;
 constexpr int64_t kLines = 2;           // Cache lines of a pair of inputs, in each half of the outputs.
 constexpr int64_t kMostTogether = 6;    // Rows whose sums fit into registers.
-constexpr int64_t kRowsTogether = 120;  // Rows that share a read of the weights. Their sums stay in the cache.
 
 // Rows of inputs, as add_products takes them.
 struct Inputs {
+  static constexpr int64_t rows_together = 120;  // Rows that share a read of the weights. Their sums stay in the cache.
   const bf16* rows = nullptr;
   int64_t stride = 0;
 
@@ -76,6 +76,8 @@ void store_sums(const float* sums, const Element* bias, int64_t n, Element* out)
 }
 
 }  // namespace
+
+#include "products.h"
 
 // Outputs per block of the weights that linear reads. It computes as many outputs at a time as the last of these says.
 extern "C" const int64_t EXPORT(block_widths)[] = {32, 64};

@@ -1,0 +1,137 @@
+// Sums of products of rows and the weights of some outputs, in the tile registers of AMX.
+
+#pragma once
+
+#include "block.h"
+#include "tiles.h"
+
+namespace {
+
+constexpr int64_t kOutputs = 32;              // Outputs per call of sum_products: two tiles.
+constexpr int64_t kGroup = 2 * kTileLanes;    // Rows whose sums fill the other tiles.
+constexpr int64_t kMostGroups = 16;           // Groups that share a read of the weights,
+constexpr int64_t kMostInputBytes = 1 << 20;  // which stay in the L2 cache.
+
+// Some rows of inputs as tiles, one after another: [row / 16][input / 32][row][input], padded with zeros.
+struct Inputs {
+  const Tiles tiles;
+  const int64_t num_inputs, stride;  // The stride is that of 16 rows.
+  const int64_t rows_together;       // Maximum number of rows.
+  Memory memory;
+  bf16* const rows;
+
+  Inputs(int64_t num_rows, int64_t width)
+      : num_inputs(width), stride(kTileLanes * round_up(width, kTileDepth)),
+        rows_together(std::min(round_up(num_rows, kTileLanes),
+                               kGroup * std::clamp<int64_t>(kMostInputBytes / (4 * stride), 1, kMostGroups))),
+        memory(2 * rows_together / kTileLanes * stride), rows(memory.take<bf16>(0)) {}
+
+  void read(const bf16* x, int64_t x_stride, int64_t num_rows) {
+    for (int64_t row = 0; row < round_up(num_rows, kTileLanes); ++row) {
+      bf16* to = rows + row / kTileLanes * stride + row % kTileLanes * kTileDepth;
+      for (int64_t i = 0; i < num_inputs; i += kTileDepth, to += kTileLanes * kTileDepth) {
+        const __mmask32 mask = row < num_rows ? lanes32(num_inputs - i) : 0;
+        _mm512_store_si512(to, _mm512_maskz_loadu_epi16(mask, x + row * x_stride + i));
+      }
+    }
+    finish_writing(rows);
+  }
+};
+
+// Weights of kOutputs outputs: pairs of inputs that are `pair_stride` elements apart.
+struct Outputs {
+  const bf16* first;
+  int64_t pair_stride;
+};
+
+// Return the weights of outputs from `first` on.
+Outputs outputs_from(int64_t first, const bf16* weight, int64_t, int64_t width, int64_t block_stride) {
+  return {weight + first / width * block_stride + first % width * 2, 2 * width};
+}
+
+// Fetch the weights of 32 inputs.
+inline void fetch(const bf16* weight, int64_t pair_stride) {
+  for (int64_t i = 0; i < kTileDepth; i += 2, weight += pair_stride)
+    for (int64_t part = 0; part < 2 * kOutputs; part += kLine) __builtin_prefetch(weight + part);
+}
+
+// Add products with 32 inputs to tiles 0 to 3, the sums of 32 rows, or of 16 if not Two.
+template <bool Two>
+inline void add_products(const bf16* x, int64_t stride, const bf16* weight, int64_t pair_stride) {
+  _tile_loadd(4, x, 2 * kTileDepth);
+  _tile_loadd(6, weight, 2 * pair_stride);
+  _tile_loadd(7, weight + 2 * kTileLanes, 2 * pair_stride);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if constexpr (Two) {
+    _tile_loadd(5, x + stride, 2 * kTileDepth);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+// Add products with the last inputs, of which there are fewer than 32.
+template <bool Two>
+void add_rest(const bf16* x, int64_t stride, const bf16* weight, int64_t pair_stride, int64_t num_inputs) {
+  alignas(64) bf16 copies[kTileDepth * kOutputs] = {};
+  for (int64_t i = 0; i < num_inputs; i += 2, weight += pair_stride)
+    std::copy_n(weight, 2 * kOutputs, copies + i * kOutputs);
+  finish_writing(copies);
+  add_products<Two>(x, stride, copies, 2 * kOutputs);
+}
+
+// Compute the sums of 32 rows, or of 16 if not Two. The first rows read weights from memory.
+template <bool Two>
+void sum_rows(const Inputs& x, int64_t row, const Outputs& weight, float* sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  const bf16 *rows = x.rows + row / kTileLanes * x.stride, *pairs = weight.first;
+  const int64_t rest = x.num_inputs % kTileDepth;
+  for (int64_t i = rest; i < x.num_inputs; i += kTileDepth, rows += kTileLanes * kTileDepth) {
+    const bf16* next = pairs + kTileDepth / 2 * weight.pair_stride;
+    add_products<Two>(rows, x.stride, pairs, weight.pair_stride);
+    if (row == 0) fetch(next, weight.pair_stride);
+    pairs = next;
+  }
+  if (rest) add_rest<Two>(rows, x.stride, pairs, weight.pair_stride, rest);
+  _tile_stored(0, sums, 4 * kOutputs);
+  _tile_stored(1, sums + kTileLanes, 4 * kOutputs);
+  if constexpr (Two) {
+    _tile_stored(2, sums + kTileLanes * kOutputs, 4 * kOutputs);
+    _tile_stored(3, sums + kTileLanes * kOutputs + kTileLanes, 4 * kOutputs);
+  }
+}
+
+// Compute the sums of some rows, and give those of each row to `store`.
+template <class Store>
+void sum_products(const Inputs& x, const Outputs& weight, int64_t num_rows, int64_t, Store store) {
+  alignas(64) float sums[kGroup * kOutputs];
+  for (int64_t row = 0; row < num_rows; row += kGroup) {
+    const int64_t count = std::min(kGroup, num_rows - row);
+    if (count > kTileLanes) {
+      sum_rows<true>(x, row, weight, sums);
+    } else {
+      sum_rows<false>(x, row, weight, sums);
+    }
+    for (int64_t i = 0; i < count; ++i) store(row + i, sums + i * kOutputs);
+  }
+}
+
+// Round the sums of the first n outputs, at most kOutputs, after adding a bias unless it is null.
+void store_sums(const float* sums, const bf16* bias, int64_t n, bf16* out) {
+  const __mmask32 lanes = lanes32(n);
+  __m512 low = _mm512_load_ps(sums), high = _mm512_load_ps(sums + kTileLanes);
+  if (bias) {
+    const __m512i x = _mm512_maskz_loadu_epi16(lanes, bias);
+    low = _mm512_add_ps(low, _mm512_cvtpbh_ps((__m256bh)_mm512_castsi512_si256(x)));
+    high = _mm512_add_ps(high, _mm512_cvtpbh_ps((__m256bh)_mm512_extracti64x4_epi64(x, 1)));
+  }
+  _mm512_mask_storeu_epi16(out, lanes, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+}  // namespace
+
+// Outputs per block of the weights that linear reads. It computes as many outputs at a time as the last of these says.
+extern "C" const int64_t EXPORT(block_widths)[] = {64, kOutputs};
