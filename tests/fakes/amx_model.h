@@ -95,12 +95,14 @@ inline void add_products(int to, int from, int by) {
 }  // namespace amx_model
 
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
 #define _tile_loadconfig amx_model::load_config
 #define _tile_release amx_model::release
 #define _tile_loadd amx_model::load
+#define _tile_stream_loadd amx_model::load
 #define _tile_stored amx_model::store
 #define _tile_zero amx_model::zero
 #define _tile_dpbf16ps amx_model::add_products

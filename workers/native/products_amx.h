@@ -55,16 +55,17 @@ inline void fetch(const bf16* weight, int64_t pair_stride) {
     for (int64_t part = 0; part < 2 * kOutputs; part += kLine) __builtin_prefetch(weight + part);
 }
 
-// Add products with 32 inputs to tiles 0 to 3, the sums of 32 rows, or of 16 if not Two.
+// Add products with 32 inputs to tiles 0 to 3, the sums of 32 rows, or of 16 if not Two. Inputs and weights of all rows
+// fill the L1 cache, so loads go past it.
 template <bool Two>
 inline void add_products(const bf16* x, int64_t stride, const bf16* weight, int64_t pair_stride) {
-  _tile_loadd(4, x, 2 * kTileDepth);
-  _tile_loadd(6, weight, 2 * pair_stride);
-  _tile_loadd(7, weight + 2 * kTileLanes, 2 * pair_stride);
+  _tile_stream_loadd(4, x, 2 * kTileDepth);
+  _tile_stream_loadd(6, weight, 2 * pair_stride);
+  _tile_stream_loadd(7, weight + 2 * kTileLanes, 2 * pair_stride);
   _tile_dpbf16ps(0, 4, 6);
   _tile_dpbf16ps(1, 4, 7);
   if constexpr (Two) {
-    _tile_loadd(5, x + stride, 2 * kTileDepth);
+    _tile_stream_loadd(5, x + stride, 2 * kTileDepth);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
