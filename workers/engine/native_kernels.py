@@ -21,18 +21,22 @@ from workers.native.library import DTYPES, Library
 
 _log = logging.getLogger(__name__)
 
-_ROWS = {1: 1, 4: 4, 16: 16, 64: 64, 512: sys.maxsize}
+_ROWS = {1: 1, 4: 4, 16: 16, 64: 64, 512: 512, 2048: sys.maxsize}
 """Numbers of rows that are measured, and up to how many rows each of them stands for."""
 _SAMPLE_BYTES = 64 << 20
 """Bytes of weights to multiply by, which are more than a core's caches hold."""
 _ROWS_OF_SAMPLE = 64
 """Number of rows above which fewer weights are enough, since products do not wait for memory."""
+_MANY_ROWS = 512
+"""Number of rows above which no fewer weights are used, and oneDNN's preparation is short in comparison."""
 _ROUNDS = 3
 """Number of measurements of both, in turns, since other workers start at the same time."""
 _MOST_SLOWDOWN = 1.05
 """Maximum time of native code, as a multiple of oneDNN's, whose time to prepare code for each new number of rows is not
 measured.
 """
+_MOST_OF_MANY = 0.95
+"""The same for more than _MANY_ROWS rows, of which whole layers take native code longer than a few weights suggest."""
 
 
 def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvGeometry) -> BackendChoice:
@@ -75,7 +79,7 @@ def use_native_products(model: DecoderModel, library: Library) -> None:
 
 
 def _is_fast(device: Device, library: Library, matrices: Sequence[PackedMatrix], num_rows: int) -> bool:
-    sample = _sample(matrices, _SAMPLE_BYTES * _ROWS_OF_SAMPLE // max(num_rows, _ROWS_OF_SAMPLE))
+    sample = _sample(matrices, _SAMPLE_BYTES * _ROWS_OF_SAMPLE // min(max(num_rows, _ROWS_OF_SAMPLE), _MANY_ROWS))
     inputs = {size: torch.zeros(num_rows, size, dtype=torch.bfloat16) for size in {each.shape[1] for each in sample}}
 
     def product(multiply: Callable[[PackedMatrix, Tensor], object]) -> Callable[[], None]:
@@ -89,7 +93,8 @@ def _is_fast(device: Device, library: Library, matrices: Sequence[PackedMatrix],
     onednn = product(PackedMatrix.multiply_with_onednn)
     onednn()  # prepares its code for these shapes
     rounds = [(device.least_s(native), device.least_s(onednn)) for _ in range(_ROUNDS)]
-    return min(native_s for native_s, _ in rounds) <= _MOST_SLOWDOWN * min(onednn_s for _, onednn_s in rounds)
+    most = _MOST_SLOWDOWN if num_rows <= _MANY_ROWS else _MOST_OF_MANY
+    return min(native_s for native_s, _ in rounds) <= most * min(onednn_s for _, onednn_s in rounds)
 
 
 def _sample(matrices: Sequence[PackedMatrix], least_bytes: int) -> Sequence[PackedMatrix]:

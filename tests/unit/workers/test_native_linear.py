@@ -196,7 +196,8 @@ def test_native_experts(packer: Library, monkeypatch: pytest.MonkeyPatch, width:
     for routed, expected in cases:
         linear = Mock(wraps=packer.grouped_linear)
         monkeypatch.setattr(packer, "grouped_linear", linear)
-        torch.testing.assert_close(experts(routed), expected)
+        # Answers are rounded before they are added up, and a sum can be small.
+        torch.testing.assert_close(experts(routed), expected, rtol=2**-6, atol=2**-8)
         assert linear.call_count == (2 if len(routed.hidden) <= 40 and width == 32 else 0)
 
 
@@ -245,7 +246,7 @@ def test_a_layout_is_known_only_if_it_is_the_expected_one(
 
 
 @pytest.mark.bf16
-@pytest.mark.parametrize("most", [0, 4, 64, 512])
+@pytest.mark.parametrize("most", [0, 4, 64, 512, 2048])
 def test_as_many_rows_as_are_faster(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library, model = Library.load(), load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16))
     model.pack()
@@ -262,7 +263,7 @@ def test_as_many_rows_as_are_faster(most: int, tmp_path: Path, monkeypatch: pyte
     matrices = model.packed_matrices()
     assert len(matrices) == 4 * len(model.layers) + 1
     assert {id(matrix) for matrix in matrices} - {id(matrix) for matrix in measured} == {id(model.lm_head.packed)}
-    assert {matrix.native.most_rows for matrix in matrices if matrix.native} == {sys.maxsize if most == 512 else most}
+    assert {matrix.native.most_rows for matrix in matrices if matrix.native} == {sys.maxsize if most == 2048 else most}
     torch.testing.assert_close(model.logits(x), before)
     linear = Mock(wraps=library.linear)
     monkeypatch.setattr(library, "linear", linear)
