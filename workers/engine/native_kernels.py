@@ -36,7 +36,7 @@ _MOST_SLOWDOWN = 1.05
 measured.
 """
 _MOST_OF_MANY = 0.95
-"""The same for more than _MANY_ROWS rows, of which whole layers take native code longer than a few weights suggest."""
+"""Maximum for more than _MANY_ROWS rows, for which native code is slower in whole layers than with a few weights."""
 
 
 def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvGeometry) -> BackendChoice:
