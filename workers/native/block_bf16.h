@@ -13,6 +13,17 @@
 
 namespace {
 
+// Process a block for a tile of at most kFewRows rows, padded.
+void attend_few(const Scratch& s, int64_t num_rows, const Block& block, const Block& next, const int* seen) {
+  switch (num_rows) {
+    case 1: return attend_rows<1>(s, block, next, seen);
+    case 2: return attend_rows<2>(s, block, next, seen);
+    case 4: return attend_rows<4>(s, block, next, seen);
+    case 8: return attend_rows<8>(s, block, next, seen);
+    default: return attend_rows<kFewRows>(s, block, next, seen);
+  }
+}
+
 // Process a block for all rows of a tile. Row r sees the first seen[r] keys.
 void attend_block(const Scratch& s, int64_t num_rows, const Block& block, const Block& next, const int* seen) {
   if (num_rows <= kFewRows) return attend_few(s, num_rows, block, next, seen);

@@ -74,14 +74,4 @@ void attend_rows(const Scratch& s, const Block& block, const Block& next, const 
   add_values_unpacked<R>(s, block, next, most, weights);
 }
 
-// Process a block for a tile of at most kFewRows rows, padded.
-void attend_few(const Scratch& s, int64_t num_rows, const Block& block, const Block& next, const int* seen) {
-  switch (num_rows) {
-    case 1: return attend_rows<1>(s, block, next, seen);
-    case 2: return attend_rows<2>(s, block, next, seen);
-    case 4: return attend_rows<4>(s, block, next, seen);
-    case 8: return attend_rows<8>(s, block, next, seen);
-  }
-}
-
 }  // namespace
