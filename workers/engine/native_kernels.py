@@ -28,7 +28,7 @@ _SAMPLE_BYTES = 64 << 20
 _ROWS_OF_SAMPLE = 64
 """Number of rows above which fewer weights are enough, since products do not wait for memory."""
 _MANY_ROWS = 512
-"""Number of rows above which no fewer weights are used, and oneDNN's preparation is short in comparison."""
+"""Number of rows above which oneDNN's preparation is short in comparison."""
 _ROUNDS = 3
 """Number of measurements of both, in turns, since other workers start at the same time."""
 _MOST_SLOWDOWN = 1.05
@@ -79,7 +79,7 @@ def use_native_products(model: DecoderModel, library: Library) -> None:
 
 
 def _is_fast(device: Device, library: Library, matrices: Sequence[PackedMatrix], num_rows: int) -> bool:
-    sample = _sample(matrices, _SAMPLE_BYTES * _ROWS_OF_SAMPLE // min(max(num_rows, _ROWS_OF_SAMPLE), _MANY_ROWS))
+    sample = _sample(matrices, _SAMPLE_BYTES * _ROWS_OF_SAMPLE // max(num_rows, _ROWS_OF_SAMPLE))
     inputs = {size: torch.zeros(num_rows, size, dtype=torch.bfloat16) for size in {each.shape[1] for each in sample}}
 
     def product(multiply: Callable[[PackedMatrix, Tensor], object]) -> Callable[[], None]:

@@ -18,16 +18,13 @@ def use_huge_pages(address: int, num_bytes: int) -> None:
     """
     if sys.platform != "linux":
         return
-    first, last = address // _HUGE_PAGE, -(-(address + num_bytes) // _HUGE_PAGE)
+    start = address // _HUGE_PAGE * _HUGE_PAGE
+    end = -(-(address + num_bytes) // _HUGE_PAGE) * _HUGE_PAGE
+    madvise = ctypes.CDLL(None).madvise
     # All memory of a huge page needs the same advice, but torch gives it to single tensors.
-    _advise(first, last, _ALLOW)
-    for page in range(first, last):  # one at a time, since Linux stops at the first that is impossible
-        _advise(page, page + 1, _COLLAPSE)
-
-
-def _advise(first: int, last: int, advice: int) -> None:
-    start, size = ctypes.c_void_p(first * _HUGE_PAGE), ctypes.c_size_t((last - first) * _HUGE_PAGE)
-    ctypes.CDLL(None).madvise(start, size, advice)
+    madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _ALLOW)
+    for page in range(start, end, _HUGE_PAGE):  # one at a time, since Linux stops at the first that is impossible
+        madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), _COLLAPSE)
 
 
 def use_small_pages() -> None:

@@ -21,19 +21,22 @@ struct Block {
 
 alignas(64) const Element kZeros[kMostDims] = {};
 
-// Prefetch the cache lines that begin in Count dims of the next block's row, from d on, into the L2 cache. d is a
-// multiple of Count. Pages are too short for the processor's own prefetcher.
-template <int Count>
+constexpr int kL1 = 3, kL2 = 2;  // Caches, as prefetches number them.
+
+// Prefetch the cache lines that begin in Count dims of a row that is read next, from d on. d is a multiple of Count.
+// Pages are too short for the processor's own prefetcher.
+template <int Count, int Cache = kL2>
 inline void prefetch(const Element* row, int64_t d) {
   if (Count < kLine && d % kLine) return;
 #pragma GCC unroll 2
-  for (int line = 0; line < Count; line += kLine) __builtin_prefetch(row + d + line, 0, 2);
+  for (int line = 0; line < Count; line += kLine) __builtin_prefetch(row + d + line, 0, Cache);
 }
 
+template <int Cache = kL2>
 inline void prefetch_keys(const Block& next, int64_t first, int64_t end, int64_t key_dim, int64_t value_dim) {
   for (int64_t i = first; i < end; ++i) {
-    for (int64_t d = 0; d < key_dim; d += kLine) prefetch<kLine>(next.key[i], d);
-    for (int64_t d = 0; d < value_dim; d += kLine) prefetch<kLine>(next.value[i], d);
+    for (int64_t d = 0; d < key_dim; d += kLine) prefetch<kLine, Cache>(next.key[i], d);
+    for (int64_t d = 0; d < value_dim; d += kLine) prefetch<kLine, Cache>(next.value[i], d);
   }
 }
 

@@ -29,12 +29,6 @@ struct BlockRows {
   }
 };
 
-// Fetch kLanes rows into the L1 cache. The processor's own prefetcher stops while a block is not read.
-inline void fetch(const bf16* const* rows, int64_t num_dims) {
-  for (int i = 0; i < kLanes; ++i)
-    for (int64_t d = 0; d < num_dims; d += kLine) __builtin_prefetch(rows[i] + d, 0, 3);
-}
-
 // Scores of kLanes keys as [key][row].
 inline void score_keys(const Scratch& s, int64_t num_rows, const bf16* keys, int64_t distance, float* scores) {
   _tile_zero(2);
@@ -76,7 +70,7 @@ void add_few_values(const Scratch& s, const BlockRows& values, const Block& next
     _tile_loadd(6, s.out + d, 4 * s.value_width);
     _tile_loadd(7, s.out + d + kLanes, 4 * s.value_width);
     for (int i = 0; i < num_keys; i += kLanes) {
-      if (d == 0) fetch(next.key + i, s.key_dim);
+      if (d == 0) prefetch_keys<kL1>(next, i, i + kLanes, s.key_dim, 0);
       _tile_loadd(0, values.first + i * values.distance + d, 2 * values.distance);
       _tile_loadd(4, even + i, 4 * kBlock);
       _tile_loadd(5, odd + i, 4 * kBlock);
@@ -99,7 +93,7 @@ void attend_rows(const Scratch& s, const Block& block, const Block& next, const 
   alignas(64) uint32_t even[R * kBlock], odd[R * kBlock];
   finish_writing(s.keys);
   for (int i = 0; i < num_keys; i += kLanes) {
-    fetch(block.value + i, s.value_dim);
+    prefetch_keys<kL1>(block, i, i + kLanes, 0, s.value_dim);
     score_keys(s, R, keys.first + i * keys.distance, keys.distance, by_key);
     transpose<R>(by_key, scores + i);
   }

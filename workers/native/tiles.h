@@ -14,7 +14,7 @@ constexpr int64_t kTileDepth = 32;  // Its columns of bf16.
 // Let instructions for tiles see what was written before. GCC's do not say what memory they read.
 inline void finish_writing(const void* p) { asm volatile("" : : "r"(p) : "memory"); }
 
-// This thread's tile registers, all with 16 rows of 64 bytes.
+// This thread's tile registers, at first all with 16 rows of 64 bytes.
 struct Tiles {
   Tiles() { shape(kTileLanes); }
   ~Tiles() { _tile_release(); }
