@@ -13,7 +13,7 @@ from workers.attention.limits import MOST_CAPTURED_SCORES
 from workers.context_parallel.shard_plan import dummy_request, make_step_shape
 from workers.expert_parallel.dispatch_cost import CHOICE_BYTES
 from workers.layers.attention_config import Activations, AttentionForm
-from workers.layers.config import FEW_CHOICES
+from workers.layers.config import FEW_CHOICES, MOST_ANSWER_BYTES
 from workers.models.interface import DecoderConfig, LayerCost
 
 _PAGE_ID_BYTES = 8
@@ -98,7 +98,8 @@ def _attention_bytes(activations: Activations, num_tokens: int, tp: int, itemsiz
 def _expert_bytes(config: DeployConfig, pool: Pool, model: ModelFacts, cost: LayerCost, num_tokens: int) -> float:
     """Return the bytes of experts' activations, with those tokens of other ranks that a rank receives.
 
-    A CPU computes one expert after another, at worst for all tokens, and adds up in fp32. A GPU computes all at once.
+    A GPU computes all experts at once. So may a CPU in bf16, for as many tokens as their answers fit. Otherwise, it
+    computes one expert after another, at worst for all tokens, and adds up in fp32.
     """
     per_token = cost.experts_per_token
     if not per_token:
@@ -112,7 +113,8 @@ def _expert_bytes(config: DeployConfig, pool: Pool, model: ModelFacts, cost: Lay
     if config.resources.device is Device.CPU:
         answers = hidden * (itemsize + _WIDE_BYTES * (itemsize < _WIDE_BYTES))
         widest = max(itemsize * (hidden + 2 * inner), itemsize * 3 * inner, answers)
-        return received + tokens * (hidden * _WIDE_BYTES + widest)
+        together = min(tokens * per_token * hidden * itemsize, MOST_ANSWER_BYTES) + tokens * hidden * itemsize
+        return received + max(tokens * (hidden * _WIDE_BYTES + widest), together * (itemsize < _WIDE_BYTES))
     rows = max(tokens * per_token / pool.parallel.ep, min(tokens * per_token, FEW_CHOICES))
     return received + itemsize * max(rows * 3 * inner, rows * (inner + hidden), (rows + tokens) * hidden)
 

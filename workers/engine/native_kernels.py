@@ -63,7 +63,7 @@ def use_native_products(model: DecoderModel, library: Library) -> None:
     readable = [
         matrix
         for matrix in model.packed_matrices()
-        if matrix.native is None and matrix.blocks is not None and matrix.blocks.width in library.block_widths
+        if matrix.native is None and matrix.blocks is not None and matrix.blocks.width in library.products.block_widths
     ]
     if not readable:
         return

@@ -7,6 +7,8 @@ FEW_CHOICES = 32_768
 """Maximum number of (token, expert) choices for which a GPU gives every choice a row, even if another rank holds the
 expert, so that the host need not wait for counts. Rows take 128 MiB with a hidden size of 2,048 in bf16.
 """
+MOST_ANSWER_BYTES = 64 << 20
+"""Maximum size of the answers that a CPU's native code adds up at a time. More tokens are computed in parts."""
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 

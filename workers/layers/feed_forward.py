@@ -1,6 +1,6 @@
 """Feed-forward part of a decoder layer: a gated MLP or a mixture of experts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,11 +10,12 @@ from torch.nn import functional
 from workers.device import device_of
 from workers.expert_parallel.token_dispatcher import NO_EXPERT, RoutedTokens, make_dispatcher, order_by_expert
 from workers.kernels.elementwise import elementwise_kernels
-from workers.layers.config import FEW_CHOICES, ExpertRouterConfig, MoeConfig
-from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear
-from workers.layers.matmul import PackedMatrix, multiply, multiply_groups, packed
+from workers.layers.config import FEW_CHOICES, MOST_ANSWER_BYTES, ExpertRouterConfig, MoeConfig
+from workers.layers.linear import FusedLinear, LinearLayer, ReplicatedLinear, SummedLinear
+from workers.layers.matmul import PackedMatrix, multiply, packed, weights_of
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
 from workers.native.library import Library
+from workers.native.products import ExpertWeights
 from workers.parallel.exchanges import Lens, TokenExchange
 from workers.parallel.model_groups import ModelGroups
 from workers.quant.fp8_matrix import Fp8Matrix, split_rows
@@ -22,8 +23,6 @@ from workers.quant.fp8_matrix import Fp8Matrix, split_rows
 if TYPE_CHECKING:  # no CPU imports kernels of a GPU
     from workers.kernels.experts import RowTiles
 
-_MOST_TOGETHER = 64
-"""Maximum number of rows per expert for which a CPU computes all experts at once. For more, it saves little time."""
 _LEAST_SUM = 1e-20
 """Term added to the sum of a token's weights, which can be zero if they are sigmoids."""
 
@@ -52,32 +51,44 @@ class GatedMLP(nn.Module):
         return out
 
 
-class ExpertRouter(ShardedLayer):
+class ExpertRouter(LinearLayer):
     """Router whose weights every rank holds in full. Scores precede top-k, as in training."""
 
     wide = frozenset({"e_score_correction_bias"})
 
     def __init__(self, hidden_size: int, moe: MoeConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
+        super().__init__(moe.num_experts, hidden_size)
         self.e_score_correction_bias: nn.Parameter | None = None
         if moe.router.has_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
         self._moe = moe
 
+    def pack(self, library: Library | None) -> None:
+        if not self._moe.router.is_fp32:
+            super().pack(library)
+
     def forward(self, hidden: Tensor, counted: Tensor | None = None) -> RoutedTokens:
         """Route ``hidden [tokens, hidden]``. See AttentionContext for ``counted``."""
         moe = self._moe
-        is_fp32 = moe.router.is_fp32
-        logits = multiply(hidden.float(), self.weight.float()) if is_fp32 else multiply(hidden, self.weight)
-        if device_of(logits).has_kernels and moe.router == ExpertRouterConfig():
-            from workers.kernels.experts import choose_experts
-
-            chosen = choose_experts(logits, moe.top_k, counted, sum_to_one=moe.renormalize)
-            return RoutedTokens(hidden, *chosen)
+        if moe.router.is_fp32:
+            assert isinstance(self.weight, Tensor), "the weight is packed"
+            logits = multiply(hidden.float(), self.weight.float())
+        else:
+            logits = multiply(hidden, self.weight)
+        if moe.router == ExpertRouterConfig() and (choose := self._kernel(logits)) is not None:
+            return RoutedTokens(hidden, *choose(logits, moe.top_k, counted, sum_to_one=moe.renormalize))
         weights, experts = self._choose(logits.float())
         experts = experts.to(torch.int32)
         return RoutedTokens(hidden, experts if counted is None else experts.masked_fill(~counted, NO_EXPERT), weights)
+
+    def _kernel(self, logits: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """Return the kernel that chooses by ``logits``, if there is any."""
+        if device_of(logits).has_kernels:
+            from workers.kernels.experts import choose_experts
+
+            return choose_experts
+        native = self.weight.native if isinstance(self.weight, PackedMatrix) else None
+        return None if native is None else native.library.products.choose_experts
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and numbers of each token's experts, ``[tokens, top_k]``, given fp32 logits."""
@@ -135,11 +146,11 @@ class Experts(ShardedLayer):
         self.loads = self.loads.to(routed.hidden.device)  # copied only once, since a copy waits for the GPU
         if device_of(routed.hidden).has_kernels:
             return self._grouped(routed)
+        if routed.experts.numel() and routed.experts.numel() <= self.most_uncounted:
+            return self._together(routed)
         order, counts = self._counted(routed.experts)
         tokens, weights = order // routed.experts.shape[1], routed.weights.flatten()[order]
         out = torch.zeros(routed.hidden.shape, dtype=torch.float32, device=routed.hidden.device)
-        if (answers := self._computed_together(routed.hidden, tokens, counts)) is not None:
-            return out.index_add_(0, tokens, answers.float().mul_(weights[:, None])).to(routed.hidden.dtype)
         for expert, (mine, weight) in enumerate(
             zip(torch.split(tokens, counts), torch.split(weights, counts), strict=True)
         ):
@@ -152,25 +163,32 @@ class Experts(ShardedLayer):
                 del answer
         return out.to(routed.hidden.dtype)
 
-    def _computed_together(self, hidden: Tensor, tokens: Tensor, counts: list[int]) -> Tensor | None:
-        """Return the outputs of all experts, each for the next ``counts`` of the ``tokens``, from native code.
+    @property
+    def most_uncounted(self) -> int:
+        """Return the maximum number of choices for which the host need not count the tokens of each expert."""
+        gate_up, down = self.gate_up, self.down
+        if isinstance(gate_up, list) and isinstance(down, list):
+            # Native code does not know all layouts, as that of an odd number of inputs.
+            native = gate_up[0].native if down[0].native is not None else None
+            return 0 if native is None else native.most_rows * len(gate_up)
+        has_kernels = isinstance(gate_up, Fp8Matrix) or (isinstance(gate_up, Tensor) and device_of(gate_up).has_kernels)
+        return FEW_CHOICES if has_kernels else 0
 
-        None if that would take much memory, as for many rows, or if native code does not multiply as many, or does not
-        know the layout of a matrix, as with an odd number of inputs.
-        """
-        if not isinstance(self.gate_up, list) or not isinstance(self.down, list):
-            return None
-        native, most = self.gate_up[0].native, max(counts)
-        if native is None or self.down[0].native is None or most > min(native.most_rows, _MOST_TOGETHER):
-            return None
-        inner = gated(multiply_groups(hidden.index_select(0, tokens), self.gate_up, counts))
-        return multiply_groups(inner, self.down, counts)
+    def _together(self, routed: RoutedTokens) -> Tensor:
+        """Compute all experts in native code."""
+        gate_up, down = self.gate_up, self.down
+        assert isinstance(gate_up, list), "weights are not packed"
+        assert isinstance(down, list), "weights are not packed"
+        assert gate_up[0].native is not None, "native code does not multiply by the weights"
+        weights = ExpertWeights(weights_of(gate_up), weights_of(down), self.numbers.start)
+        products = gate_up[0].native.library.products
+        return products.experts(*routed, weights, self.loads, most_answer_bytes=MOST_ANSWER_BYTES)
 
     def _grouped(self, routed: RoutedTokens) -> Tensor:
         from workers.kernels import experts as kernels
 
         hidden, experts = routed.hidden, routed.experts
-        if experts.numel() <= FEW_CHOICES:
+        if experts.numel() <= self.most_uncounted:
             block_rows = kernels.block_rows_for(experts.numel(), len(self.loads), hidden.itemsize)
             sorted_rows = kernels.expert_rows(experts, self.numbers.start, self.loads, block_rows)
         else:

@@ -24,7 +24,7 @@ from workers.layers.attention_config import LatentAttentionConfig
 from workers.layers.config import RopeConfig
 from workers.layers.indexer import Indexer
 from workers.layers.linear import FusedLinear, RMSNorm
-from workers.layers.matmul import PackedMatrix, multiply, multiply_heads, packed
+from workers.layers.matmul import PackedMatrix, multiply, packed, weights_of
 from workers.layers.projections import Projections, SplitLinear
 from workers.layers.rotary import Rotation, in_pairs, score_factor
 from workers.layers.shard import ShardedLayer, WeightShard, even_shard, replicated
@@ -94,8 +94,8 @@ def _multiply_heads(x: Tensor, matrices: Tensor, packs: list[PackedMatrix], out:
     """Write products of x [n, heads, inputs] and matrices [heads, inputs, outputs] into out [n, heads, outputs]. If
     native code multiplies by the packed matrices, it is faster for any number of rows.
     """
-    if packs and packs[0].native is not None:
-        multiply_heads(x, packs, out)
+    if packs and (native := packs[0].native) is not None:
+        native.library.products.linear_of_heads(x, weights_of(packs), out)
     else:
         torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
 

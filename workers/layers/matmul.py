@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from workers.device import device_of
-from workers.native.library import Blocks, Library, WeightRows
+from workers.native.library import Library
+from workers.native.products import Blocks, PackedWeights
 from workers.quant.fp8_matrix import Fp8Matrix
 
 _ONEDNN_WIDTHS = (32, 64)
@@ -74,11 +75,6 @@ class PackedMatrix:
         part.native = self.native if part.blocks is not None else None
         return part
 
-    def rows_of(self, num_rows: int) -> WeightRows:
-        """Return this matrix as the one of a group of rows, for native code, which must know the layout."""
-        assert self.blocks is not None, "native code does not know the layout"
-        return WeightRows(self.address, self.blocks, num_rows)
-
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.native is not None and x.shape[0] <= self.native.most_rows:
             return self.multiply_natively(self.native.library, x, bias)
@@ -87,7 +83,7 @@ class PackedMatrix:
     def multiply_natively(self, library: Library, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply with native code, which must know the layout."""
         assert self.blocks is not None, "native code does not know the layout"
-        return library.linear(x, self.address, self.shape[0], self.blocks, bias)
+        return library.products.linear(x, self.address, self.shape[0], self.blocks, bias)
 
     def multiply_with_onednn(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply with oneDNN, which prepares code for each new number of rows."""
@@ -95,26 +91,11 @@ class PackedMatrix:
         return product
 
 
-def multiply_groups(x: Tensor, matrices: Sequence[PackedMatrix], counts: Sequence[int]) -> Tensor:
-    """Multiply each group of adjacent rows of ``x [R, inputs]`` by its own matrix with native code.
-
-    The matrices have one shape, and ``counts`` are the numbers of their rows.
-    """
-    groups = [matrix.rows_of(count) for matrix, count in zip(matrices, counts, strict=True) if count]
-    return _library_of(matrices).grouped_linear(x, groups, matrices[0].shape[0])
-
-
-def multiply_heads(x: Tensor, matrices: Sequence[PackedMatrix], out: Tensor) -> None:
-    """Write products of ``x [R, heads, inputs]`` into ``out [R, heads, outputs]`` with native code. Each head has a
-    matrix, and all matrices have one shape.
-    """
-    _library_of(matrices).linear_of_heads(x, [matrix.rows_of(len(x)) for matrix in matrices], out)
-
-
-def _library_of(matrices: Sequence[PackedMatrix]) -> Library:
-    native = matrices[0].native
-    assert native is not None, "native code does not multiply by these matrices"
-    return native.library
+def weights_of(matrices: Sequence[PackedMatrix]) -> PackedWeights:
+    """Return matrices of one shape for native code, which must know the layout."""
+    first = matrices[0]
+    assert first.blocks is not None, "native code does not know the layout"
+    return PackedWeights([matrix.address for matrix in matrices], first.blocks, first.shape[0])
 
 
 Matrix = Tensor | Fp8Matrix | PackedMatrix
@@ -163,7 +144,7 @@ def packed(weight: Tensor, library: Library | None = None) -> Tensor | PackedMat
 
 def _pack_for(library: Library, weight: Tensor) -> PackedMatrix:
     """Pack a weight with an even number of inputs for native code, which then multiplies any number of rows."""
-    (num_outputs, num_inputs), width = weight.shape, library.block_widths[-1]
+    (num_outputs, num_inputs), width = weight.shape, library.products.block_widths[-1]
     missing = -num_outputs % width
     whole = functional.pad(weight, (0, 0, 0, missing)) if missing else weight  # padding by nothing copies, too
     matrix = whole.reshape(-1, width, num_inputs // 2, 2).transpose(1, 2).contiguous()

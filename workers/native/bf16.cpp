@@ -18,5 +18,6 @@ using Element = bf16;
 
 #include "attention.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear.h"
 #include "select.h"

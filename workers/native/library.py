@@ -1,19 +1,16 @@
 """Bindings of the compiled library's functions to torch tensors."""
 
 import ctypes
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from cluster.compilation import CannotCompileError
 from workers.native.compile import Compiler, compiled_library, find_compiler
-from workers.native.recording import run
+from workers.native.products import Products
+from workers.native.threads import LEAST_SHARED, Function, Threads
 
 MOST_DIMS = 1024
 """Maximum head size."""
@@ -28,10 +25,6 @@ _FIELDS = (
     *("query_stride", "query_head_stride"),
     *(f"{what}_{axis}_stride" for what in ("key", "value") for axis in ("page", "head", "slot")),
 )
-_LEAST_SHARED = 1 << 17
-"""Minimum number of elements for which rows are divided among threads."""
-_LEAST_SHARED_PRODUCTS = 1 << 22
-"""Minimum number of products for which a weight's outputs are divided among threads."""
 
 
 class _Arguments(ctypes.Structure):
@@ -66,22 +59,6 @@ class _Pages(ctypes.Structure):
         return cls(layer_pages.data_ptr(), slots.data_ptr(), layer_pages.shape[3], *layer_pages.stride()[:4])
 
 
-class Blocks(NamedTuple):
-    """Layout ``[outputs / width, inputs / 2, width, 2]`` of a packed weight, padded with zeros."""
-
-    width: int
-    stride: int
-    """Number of elements from one block of outputs to the next."""
-
-
-class WeightRows(NamedTuple):
-    """Packed weight, and the number of rows that it multiplies."""
-
-    address: int
-    blocks: Blocks
-    num_rows: int
-
-
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -90,10 +67,10 @@ class _Functions:
     """Functions of the compiled library for one dtype."""
 
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
-        def find(name: str, *types: object) -> Callable[..., int]:
+        def find(name: str, *types: object) -> Function:
             function = getattr(library, f"baton_{name}_{suffix}")
             function.argtypes = types
-            return cast(Callable[..., int], function)
+            return cast(Function, function)
 
         self.attend = find("attend", _POINTER)
         self.select = find("select", _POINTER)
@@ -102,16 +79,6 @@ class _Functions:
         self.swiglu = find("swiglu", *[_POINTER] * 2, *[_SIZE] * 4)
         self.rotate_storing = find("rotate_storing", *[_POINTER] * 7, *[_SIZE] * 5, _FLOAT, *[_SIZE] * 2)
         self.store_kv = find("store_kv", *[_POINTER] * 2, *[_SIZE] * 7)
-
-
-class _Products:
-    """Functions of the compiled library that multiply by packed weights, which are in bf16."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.linear, self.grouped_linear = library.baton_linear_bf16, library.baton_grouped_linear_bf16
-        self.linear.argtypes = (*[_POINTER] * 4, *[_SIZE] * 8)
-        self.grouped_linear.argtypes = (_POINTER, *[_SIZE] * 7)
-        self.block_widths = tuple((_SIZE * 2).in_dll(library, "baton_block_widths_bf16"))
 
 
 class Library:
@@ -123,9 +90,8 @@ class Library:
     def __init__(self, path: Path, num_threads: int) -> None:
         library = ctypes.CDLL(str(path))
         self._functions = {dtype: _Functions(library, name) for dtype, name in DTYPES.items()}
-        self._products = _Products(library)
-        self._num_threads = num_threads
-        self._helpers = ThreadPoolExecutor(num_threads, "native")
+        self._threads = Threads(num_threads)
+        self.products = Products(library, self._threads)
 
     @classmethod
     def load(cls, compiler: Compiler | None = None) -> "Library":
@@ -173,7 +139,7 @@ class Library:
             *(query.shape[2], value.shape[3], *query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
             scale,
         )
-        run(partial(self._run_tiles, functions.attend, arguments, next_tile))
+        self._threads.take_turns(functions.attend, arguments, next_tile)
 
     def select(
         self, query: Tensor, weights: Tensor, keys: Tensor, table: Tensor, visible: Tensor, top_k: int
@@ -204,16 +170,8 @@ class Library:
         )
         pointers = (x.data_ptr() for x in (weights, visible, scores, numbers))
         function = self._functions_for(query, keys).select
-        run(partial(self._run_tiles, function, _Selection(arguments, *pointers, top_k), next_tile))
+        self._threads.take_turns(function, _Selection(arguments, *pointers, top_k), next_tile)
         return scores, numbers
-
-    def _run_tiles(self, function: Callable[..., int], arguments: ctypes.Structure, next_tile: ctypes.c_int64) -> None:
-        """Run a function that takes tiles until none is left on all threads."""
-        next_tile.value = 0
-        given = ctypes.byref(arguments)
-        calls = [self._helpers.submit(function, given) for _ in range(self._num_threads - 1)]
-        if any([function(given), *(call.result() for call in calls)]):
-            raise MemoryError("out of memory for an attention tile")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -283,48 +241,6 @@ class Library:
         function, pages = self._functions_for(layer_pages, kv).store_kv, _Pages.of(layer_pages, slots)
         self._share(function, (ctypes.byref(pages), *given), num_rows, 2 * num_heads * head_dim)
 
-    @property
-    def block_widths(self) -> tuple[int, ...]:
-        """Return the numbers of outputs per block of weights that ``linear`` takes, the fastest last."""
-        return self._products.block_widths
-
-    def linear(self, x: Tensor, address: int, num_outputs: int, blocks: Blocks, bias: Tensor | None = None) -> Tensor:
-        """Return x [R, inputs] @ weight.T + bias in bf16. linear.h describes the weight."""
-        assert bias is None or bias.dtype == x.dtype, f"tensors have dtypes {x.dtype} and {bias.dtype}"
-        num_rows, num_inputs = x.shape
-        out = x.new_empty(num_rows, num_outputs)
-        pointers = (x.data_ptr(), address, None if bias is None else bias.data_ptr(), out.data_ptr())
-        assert blocks.width in self.block_widths, f"blocks have {blocks.width} outputs"
-        given = (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), *blocks)
-        self._share_products(self._products.linear, given, x, out, num_rows)
-        return out
-
-    def grouped_linear(self, x: Tensor, groups: Sequence[WeightRows], num_outputs: int) -> Tensor:
-        """Return ``linear`` of each group of adjacent rows of ``x [R, inputs]`` with its own weight, without a bias."""
-        assert sum(group.num_rows for group in groups) == len(x), f"{len(x)} rows for {groups}"
-        out = x.new_empty(len(x), num_outputs)
-        firsts = accumulate((group.num_rows for group in groups), initial=0)
-        self._multiply_groups(x, groups, [(row * x.stride(0), row * num_outputs) for row in firsts][:-1], out)
-        return out
-
-    def linear_of_heads(self, x: Tensor, weights: Sequence[WeightRows], out: Tensor) -> None:
-        """Write ``linear`` of ``x [R, heads, inputs]``, with a weight per head, into ``out [R, heads, outputs]``."""
-        assert out.stride(2) == 1, f"strides {out.stride()}"
-        offsets = [(head * x.stride(1), head * out.stride(1)) for head in range(x.shape[1])]
-        self._multiply_groups(x[:, 0], weights, offsets, out[:, 0])
-
-    def _multiply_groups(
-        self, x: Tensor, groups: Sequence[WeightRows], offsets: Sequence[tuple[int, int]], out: Tensor
-    ) -> None:
-        """Multiply groups of rows that begin at offsets, in elements, from ``x`` and ``out``."""
-        fields = list[int]()
-        for (address, (width, stride), num_rows), (x_offset, out_offset) in zip(groups, offsets, strict=True):
-            pointers = x.data_ptr() + x_offset * x.itemsize, address, out.data_ptr() + out_offset * out.itemsize
-            fields += [*pointers, width, stride, num_rows]
-        array = (ctypes.c_int64 * len(fields))(*fields)
-        given = (array, len(groups), x.shape[1], out.shape[1], x.stride(0), out.stride(0))
-        self._share_products(self._products.grouped_linear, given, x, out, sum(group.num_rows for group in groups))
-
     def _norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor) -> None:
         num_rows, size = x.shape
         assert x.stride(1) == 1, f"strides {x.stride()}"
@@ -339,34 +255,5 @@ class Library:
             assert other.dtype == x.dtype, f"tensors have dtypes {x.dtype} and {other.dtype}"
         return self._functions[x.dtype]
 
-    def _share(
-        self,
-        function: Callable[..., int],
-        given: tuple[object, ...],
-        num_rows: int,
-        size: int,
-        least: int = _LEAST_SHARED,
-    ) -> None:
-        """Call ``function`` for all rows, divided among the threads if there are at least ``least`` elements."""
-        if self._num_threads == 1 or num_rows * size < least:
-            run(partial(function, *given, 0, num_rows))
-        else:
-            run(partial(self._run_on_all, function, given, num_rows))
-
-    def _share_products(
-        self, function: Callable[..., int], given: tuple[object, ...], x: Tensor, out: Tensor, num_rows: int
-    ) -> None:
-        """Call ``function`` for all outputs of ``num_rows`` rows like those of ``x``, divided among threads if many."""
-        num_inputs, num_outputs, num_together = x.shape[1], out.shape[1], self.block_widths[-1]
-        assert x.dtype == out.dtype == torch.bfloat16, f"tensors have dtypes {x.dtype} and {out.dtype}"
-        assert num_inputs % 2 == 0, f"{num_inputs} inputs do not form pairs"
-        assert x.stride(1) == 1, f"strides {x.stride()}"
-        num_parts, size = -(-num_outputs // num_together), num_together * num_inputs * num_rows
-        self._share(function, given, num_parts, size, _LEAST_SHARED_PRODUCTS)
-
-    def _run_on_all(self, function: Callable[..., int], given: tuple[object, ...], num_rows: int) -> None:
-        ends = [num_rows * part // self._num_threads for part in range(self._num_threads + 1)]
-        calls = [self._helpers.submit(function, *given, *part) for part in pairwise(ends[1:])]
-        function(*given, 0, ends[1])
-        for call in calls:
-            call.result()
+    def _share(self, function: Function, given: tuple[object, ...], num_rows: int, row_size: int) -> None:
+        self._threads.share(function, given, num_rows, is_large=num_rows * row_size >= LEAST_SHARED)

@@ -7,28 +7,41 @@
 
 namespace {
 
-// Rows, their weight as in linear, and their products.
-struct Rows {
-  const Element *x, *weight;
-  Element* out;
-  int64_t width, block_stride, num_rows;
+// A packed weight, as in linear.
+struct Weight {
+  const Element* first;
+  int64_t width, block_stride;
 };
 
-// Compute products of `rows`, for outputs kOutputs * begin to kOutputs * end. A null bias counts as zero.
-void multiply_rows(const Rows& rows, const Element* bias, int64_t num_inputs, int64_t num_outputs, int64_t x_stride,
-                   int64_t out_stride, int64_t begin, int64_t end) {
-  Inputs inputs(rows.num_rows, num_inputs);
-  for (int64_t at = 0; at < rows.num_rows; at += inputs.rows_together) {
-    const int64_t num_together = std::min(rows.num_rows - at, inputs.rows_together);
-    inputs.read(rows.x + at * x_stride, x_stride, num_together);
-    for (int64_t first = begin * kOutputs; first < end * kOutputs; first += kOutputs) {
-      const auto store = [&](int64_t row, const float* sums) {
-        store_sums(sums, bias ? bias + first : nullptr, num_outputs - first,
-                   rows.out + (at + row) * out_stride + first);
-      };
-      const Outputs weights = outputs_from(first, rows.weight, num_outputs, rows.width, rows.block_stride);
-      sum_products(inputs, weights, num_together, num_inputs, store);
-    }
+// Compute products of rows that were read into `inputs`, for outputs kOutputs * begin to kOutputs * end. `out` returns
+// the address of a row's products. A null bias counts as zero.
+template <class Out>
+void multiply_inputs(const Inputs& inputs, int64_t num_rows, const Weight& weight, const Element* bias,
+                     int64_t num_inputs, int64_t num_outputs, int64_t begin, int64_t end, Out out) {
+  for (int64_t first = begin * kOutputs; first < end * kOutputs; first += kOutputs) {
+    const auto store = [&](int64_t row, const float* sums) {
+      store_sums(sums, bias ? bias + first : nullptr, num_outputs - first, out(row) + first);
+    };
+    const Outputs weights = outputs_from(first, weight.first, num_outputs, weight.width, weight.block_stride);
+    sum_products(inputs, weights, num_rows, num_inputs, store);
+  }
+}
+
+// Rows of inputs or outputs.
+template <class T>
+struct Rows {
+  T* first;
+  int64_t stride;
+};
+
+void multiply_rows(const Rows<const Element>& x, int64_t num_rows, const Weight& weight, const Element* bias,
+                   int64_t num_inputs, int64_t num_outputs, int64_t begin, int64_t end, const Rows<Element>& out) {
+  Inputs inputs(num_rows, num_inputs);
+  for (int64_t at = 0; at < num_rows; at += inputs.rows_together) {
+    const int64_t num_together = std::min(num_rows - at, inputs.rows_together);
+    inputs.read(x.first + at * x.stride, x.stride, num_together);
+    multiply_inputs(inputs, num_together, weight, bias, num_inputs, num_outputs, begin, end,
+                    [&](int64_t row) { return out.first + (at + row) * out.stride; });
   }
 }
 
@@ -41,13 +54,17 @@ void multiply_rows(const Rows& rows, const Element* bias, int64_t num_inputs, in
 extern "C" void EXPORT(linear)(const Element* x, const Element* weight, const Element* bias, Element* out,
                                int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int64_t x_stride,
                                int64_t width, int64_t block_stride, int64_t begin, int64_t end) {
-  multiply_rows({x, weight, out, width, block_stride, num_rows}, bias, num_inputs, num_outputs, x_stride, num_outputs,
-                begin, end);
+  multiply_rows({x, x_stride}, num_rows, {weight, width, block_stride}, bias, num_inputs, num_outputs, begin, end,
+                {out, num_outputs});
 }
 
-// Compute linear without a bias for groups of rows, each with a weight of its own.
-extern "C" void EXPORT(grouped_linear)(const Rows* groups, int64_t num_groups, int64_t num_inputs, int64_t num_outputs,
-                                       int64_t x_stride, int64_t out_stride, int64_t begin, int64_t end) {
-  for (int64_t group = 0; group < num_groups; ++group)
-    multiply_rows(groups[group], nullptr, num_inputs, num_outputs, x_stride, out_stride, begin, end);
+// Compute linear without a bias for each head of x [num_rows, num_heads, num_inputs], with weights of its own.
+extern "C" void EXPORT(linear_of_heads)(const Element* x, const Element* const* weights, Element* out,
+                                        int64_t num_heads, int64_t num_rows, int64_t num_inputs, int64_t num_outputs,
+                                        int64_t x_stride, int64_t x_head_stride, int64_t out_stride,
+                                        int64_t out_head_stride, int64_t width, int64_t block_stride, int64_t begin,
+                                        int64_t end) {
+  for (int64_t head = 0; head < num_heads; ++head)
+    multiply_rows({x + head * x_head_stride, x_stride}, num_rows, {weights[head], width, block_stride}, nullptr,
+                  num_inputs, num_outputs, begin, end, {out + head * out_head_stride, out_stride});
 }

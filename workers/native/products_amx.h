@@ -26,15 +26,22 @@ struct Inputs {
                                kGroup * std::clamp<int64_t>(kMostInputBytes / (4 * stride), 1, kMostGroups))),
         memory(2 * rows_together / kTileLanes * stride), rows(memory.take<bf16>(0)) {}
 
-  void read(const bf16* x, int64_t x_stride, int64_t num_rows) {
+  // Read rows whose addresses `row_at` returns.
+  template <class RowAt>
+  void read_from(RowAt row_at, int64_t num_rows) {
     for (int64_t row = 0; row < round_up(num_rows, kTileLanes); ++row) {
+      const bf16* from = row < num_rows ? row_at(row) : nullptr;
       bf16* to = rows + row / kTileLanes * stride + row % kTileLanes * kTileDepth;
       for (int64_t i = 0; i < num_inputs; i += kTileDepth, to += kTileLanes * kTileDepth) {
-        const __mmask32 mask = row < num_rows ? lanes32(num_inputs - i) : 0;
-        _mm512_store_si512(to, _mm512_maskz_loadu_epi16(mask, x + row * x_stride + i));
+        const __mmask32 mask = from ? lanes32(num_inputs - i) : 0;
+        _mm512_store_si512(to, _mm512_maskz_loadu_epi16(mask, from + i));
       }
     }
     finish_writing(rows);
+  }
+
+  void read(const bf16* x, int64_t x_stride, int64_t num_rows) {
+    read_from([&](int64_t row) { return x + row * x_stride; }, num_rows);
   }
 };
 

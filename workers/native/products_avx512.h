@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <vector>
+
 #include "block.h"
 #include "vectors.h"
 
@@ -15,12 +17,22 @@ constexpr int64_t kMostTogether = 6;    // Rows whose sums fit into registers.
 // Rows of inputs, as add_products takes them.
 struct Inputs {
   static constexpr int64_t rows_together = 120;  // Rows that share a read of the weights. Their sums stay in the cache.
-  const bf16* rows = nullptr;
+  const int64_t num_inputs;
+  const Element* rows = nullptr;
   int64_t stride = 0;
+  std::vector<Element> copies;
 
-  Inputs(int64_t, int64_t) {}
+  Inputs(int64_t, int64_t width) : num_inputs(width) {}
 
-  void read(const bf16* x, int64_t x_stride, int64_t) { rows = x, stride = x_stride; }
+  // Read rows whose addresses `row_at` returns.
+  template <class RowAt>
+  void read_from(RowAt row_at, int64_t num_rows) {
+    copies.resize(num_rows * num_inputs);
+    for (int64_t row = 0; row < num_rows; ++row) std::copy_n(row_at(row), num_inputs, &copies[row * num_inputs]);
+    read(copies.data(), num_inputs, num_rows);
+  }
+
+  void read(const Element* x, int64_t x_stride, int64_t) { rows = x, stride = x_stride; }
 };
 
 // Weights of kOutputs outputs: of each half of the outputs, pairs of inputs that are `pair_stride` elements apart.

@@ -22,9 +22,17 @@ struct Inputs {
   Inputs(int64_t num_rows, int64_t num_inputs)
       : stride(num_inputs), memory(new float[std::min(num_rows, rows_together) * num_inputs]) {}
 
+  // Read rows whose addresses `row_at` returns.
+  template <class RowAt>
+  void read_from(RowAt row_at, int64_t num_rows) {
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const bf16* from = row_at(row);
+      for (int64_t i = 0; i < stride; ++i) memory[row * stride + i] = as_float(from[i]);
+    }
+  }
+
   void read(const bf16* x, int64_t x_stride, int64_t num_rows) {
-    for (int64_t row = 0; row < num_rows; ++row)
-      for (int64_t i = 0; i < stride; ++i) memory[row * stride + i] = as_float(x[row * x_stride + i]);
+    read_from([&](int64_t row) { return x + row * x_stride; }, num_rows);
   }
 };
 

@@ -62,7 +62,7 @@ def test_choices_and_weights_are_transformers(
         table[num_experts // 2 :] = table[0]
     with torch.no_grad():
         theirs.weight.copy_(table)
-        ours.weight.copy_(table)
+        ours.get_parameter("weight").copy_(table)
         _, weights, experts = theirs(hidden)
         routed = ours(hidden)
     assert torch.equal(routed.experts.long(), experts)

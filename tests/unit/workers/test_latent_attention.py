@@ -104,7 +104,7 @@ def test_the_router_keeps_its_correction_in_fp32(folder_of: Any) -> None:
     bias = block.router.e_score_correction_bias
     assert bias is not None
     assert torch.equal(bias, stored["model.layers.2.mlp.gate.e_score_correction_bias"])
-    assert block.router.weight.dtype == torch.bfloat16
+    assert block.router.get_parameter("weight").dtype == torch.bfloat16
 
 
 def test_draft_layers_of_a_checkpoint_are_ignored(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_numbers_at_the_edge(library: Library, dtype: torch.dtype) -> None:
 def test_threads_share_many_rows(
     library: Library, dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.native.library._LEAST_SHARED", 64)
+    monkeypatch.setattr("workers.native.library.LEAST_SHARED", 64)
     shared = Library(compiled_library(find_compiler()), num_threads)
     x, y, layer = draw(dtype, 1, 50, 64), draw(dtype, 2, 50, 64), norm(dtype, 3, 64)
     cos, sin = draw(dtype, 4, 50, 1, 64), draw(dtype, 5, 50, 1, 64)

@@ -3,7 +3,6 @@
 import platform
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,7 +18,7 @@ from workers.device import CPU
 from workers.engine import native_kernels
 from workers.engine.native_kernels import use_native_products
 from workers.engine.weights import load_model
-from workers.expert_parallel.token_dispatcher import RoutedTokens
+from workers.expert_parallel.token_dispatcher import NO_EXPERT, RoutedTokens
 from workers.layers.feed_forward import Experts
 from workers.layers.latent_attention import LatentAttention
 from workers.layers.matmul import (
@@ -28,12 +27,13 @@ from workers.layers.matmul import (
     PackedMatrix,
     _find_blocks,
     _pack_for,
-    multiply_groups,
     packed,
 )
 from workers.layers.shard import even_shard
 from workers.native.compile import find_compiler
-from workers.native.library import Blocks, Library
+from workers.native.library import Library
+from workers.native.products import Blocks
+from workers.native.threads import Threads
 from workers.parallel.model_groups import Part
 
 KINDS = [pytest.param(kind, id=kind.name, marks=pytest.mark.native) for kind in kinds_to_test()]
@@ -102,10 +102,10 @@ def test_products(
     weight, x = draw(seed, num_outputs, 2 * num_pairs), draw(seed + 1, num_rows, 2 * num_pairs + gap)[:, gap:]
     bias = draw(seed + 2, num_outputs) if has_bias else None
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    reads_onednn = CPU.packs_bf16 and set(library.block_widths) == set(_ONEDNN_WIDTHS)
+    reads_onednn = CPU.packs_bf16 and set(library.products.block_widths) == set(_ONEDNN_WIDTHS)
     matrix = pack(weight) if reads_onednn else _pack_for(library, weight)
     if which is not None:
-        width, depth = library.block_widths[which], 2 * num_pairs + 2 * (seed % 3)
+        width, depth = library.products.block_widths[which], 2 * num_pairs + 2 * (seed % 3)
         memory = in_blocks(weight, width, depth)
         matrix.address, matrix.blocks = memory.data_ptr(), Blocks(width, width * depth)
     product = matrix.multiply_natively(library, x, bias)
@@ -143,7 +143,7 @@ def test_parts_need_no_memory_if_they_begin_with_a_block(library: Library, outpu
     weight, x, bias = draw(1, 200, 40), draw(2, 9, 40), draw(3, 200)
     matrix = _pack_for(library, weight)
     part = matrix.part(outputs)
-    assert (part.matrix is matrix.matrix) == ((outputs.start or 0) % library.block_widths[-1] == 0)
+    assert (part.matrix is matrix.matrix) == ((outputs.start or 0) % library.products.block_widths[-1] == 0)
     expected = functional.linear(x, weight, bias)[:, outputs]
     torch.testing.assert_close(part.multiply(x, bias[outputs]), expected)
 
@@ -155,7 +155,7 @@ def test_parts_need_no_memory_if_they_begin_with_a_block(library: Library, outpu
 def test_parts_of_what_onednn_packed(outputs: slice, most_rows: int, which: int) -> None:
     """OneDNN chooses the width of blocks by the processor."""
     library = Library.load()
-    weight, x, bias, width = draw(1, 200, 40), draw(2, 9, 40), draw(3, 200), library.block_widths[which]
+    weight, x, bias, width = draw(1, 200, 40), draw(2, 9, 40), draw(3, 200), library.products.block_widths[which]
     matrix, memory = pack(weight), in_blocks(weight, width, 40)
     matrix.address, matrix.blocks = memory.data_ptr(), _find_blocks(memory, weight)
     matrix.native = NativeProducts(library, most_rows)
@@ -166,16 +166,6 @@ def test_parts_of_what_onednn_packed(outputs: slice, most_rows: int, which: int)
         expected = functional.linear(rows, weight, bias)[:, outputs]
         torch.testing.assert_close(part.multiply(rows, bias[outputs]), expected)
     assert part.native is matrix.native
-
-
-@pytest.mark.parametrize("counts", [[0, 0], [3, 0, 1], [130, 2, 9]])
-def test_groups_of_rows_have_weights_of_their_own(packer: Library, counts: list[int]) -> None:
-    weights, x = [draw(seed, 100, 40) for seed in range(len(counts))], draw(7, sum(counts), 41)[:, 1:]
-    matrices = [pack(weight, packer) for weight in weights]
-    let_multiply(packer, matrices)
-    rows = torch.split(x, counts)
-    alone = [matrix.multiply_natively(packer, part) for matrix, part in zip(matrices, rows, strict=True)]
-    assert torch.equal(multiply_groups(x, matrices, counts), torch.cat(alone))
 
 
 @pytest.mark.parametrize("width", [32, 31], ids=["even", "odd"])
@@ -194,11 +184,65 @@ def test_native_experts(packer: Library, monkeypatch: pytest.MonkeyPatch, width:
     assert isinstance(experts.down, list) == (width == 32 or CPU.packs_bf16)
     let_multiply(packer, [*experts.gate_up, *(experts.down if isinstance(experts.down, list) else ())])
     for routed, expected in cases:
-        linear = Mock(wraps=packer.grouped_linear)
-        monkeypatch.setattr(packer, "grouped_linear", linear)
+        native = Mock(wraps=packer.products.experts)
+        monkeypatch.setattr(packer.products, "experts", native)
         # Answers are rounded before they are added up, and a sum can be small.
         torch.testing.assert_close(experts(routed), expected, rtol=2**-6, atol=2**-8)
-        assert linear.call_count == (2 if len(routed.hidden) <= 40 and width == 32 else 0)
+        assert native.called == (width == 32 and len(routed.hidden) > 0)
+
+
+def test_threads_share_experts(packer: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = Experts(64, even_shard(32, Part(0, 1)), range(2, 7))
+    for parameter in experts.parameters():
+        parameter.data = draw(len(parameter), *parameter.shape) / 8
+    experts.pack(packer)
+    assert isinstance(experts.gate_up, list)
+    assert isinstance(experts.down, list)
+    let_multiply(packer, [*experts.gate_up, *experts.down])
+    chosen = torch.rand(700, 9).topk(3).indices.int()
+    routed = RoutedTokens(draw(1, 700, 64), chosen, torch.rand(700, 3))
+    alone = experts(routed)
+    loads = experts.loads.clone()
+    assert loads.tolist() == [(chosen == number).sum().item() for number in experts.numbers]
+    monkeypatch.setattr(packer.products, "_threads", Threads(3))
+    monkeypatch.setattr("workers.native.products.LEAST_SHARED", 1)
+    monkeypatch.setattr("workers.layers.feed_forward.MOST_ANSWER_BYTES", 100_000)
+    assert torch.equal(experts(routed), alone)
+    assert torch.equal(experts.loads, 2 * loads)
+
+
+@given(
+    num_tokens=st.integers(0, 9),
+    num_experts=st.integers(1, 70),
+    num_chosen=st.integers(1, 8),
+    is_counted=st.sampled_from([None, True, False]),
+    sum_to_one=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+def test_native_choice_of_experts(
+    library: Library,
+    num_tokens: int,
+    num_experts: int,
+    num_chosen: int,
+    is_counted: bool | None,
+    sum_to_one: bool,
+    seed: int,
+) -> None:
+    logits, num_chosen = draw(seed, num_tokens, num_experts), min(num_chosen, num_experts)
+    logits[:, num_experts // 2 :] *= 10
+    counted = None if is_counted is None else torch.rand(num_tokens, 1) < 0.5
+    experts, factors = library.products.choose_experts(logits, num_chosen, counted, sum_to_one=sum_to_one)
+    likelihoods = logits.float().softmax(-1)
+    best, numbers = likelihoods.sort(dim=-1, descending=True, stable=True)
+    best, numbers = best[:, :num_chosen], numbers[:, :num_chosen]
+    torch.testing.assert_close(factors, best / best.sum(-1, keepdim=True) if sum_to_one else best)
+    assert torch.equal(experts.long(), numbers if counted is None else numbers.masked_fill(~counted, NO_EXPERT))
+
+
+def test_experts_chosen_by_nan_exist(library: Library) -> None:
+    logits = torch.full((1, 5), torch.nan).bfloat16()
+    chosen, _ = library.products.choose_experts(logits, 3, None, sum_to_one=True)
+    assert chosen.tolist() == [[0, 1, 2]]
 
 
 def test_native_heads_of_latents(packer: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,19 +259,18 @@ def test_native_heads_of_latents(packer: Library, tmp_path: Path, monkeypatch: p
     assert len(matrices) == 2 * config.num_heads
     for matrix in matrices:
         matrix.native = NativeProducts(packer, 5)
-    linear = Mock(wraps=packer.linear_of_heads)
-    monkeypatch.setattr(packer, "linear_of_heads", linear)
+    linear = Mock(wraps=packer.products.linear_of_heads)
+    monkeypatch.setattr(packer.products, "linear_of_heads", linear)
     for queries, latents, absorbed, values in cases:
         torch.testing.assert_close((heads.absorb(queries), heads.values(latents)), (absorbed, values))
     assert linear.call_count == 2 * len(cases)
 
 
 def test_threads_share_a_large_weight(packer: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.native.library._LEAST_SHARED_PRODUCTS", 1 << 10)
+    monkeypatch.setattr("workers.native.products._LEAST_PRODUCTS", 1 << 10)
     matrix, x = pack(draw(1, 1000, 128), packer), draw(2, 9, 128)
     alone = matrix.multiply_natively(packer, x)
-    monkeypatch.setattr(packer, "_num_threads", 3)
-    monkeypatch.setattr(packer, "_helpers", ThreadPoolExecutor(3))
+    monkeypatch.setattr(packer.products, "_threads", Threads(3))
     assert torch.equal(matrix.multiply_natively(packer, x), alone)
 
 
@@ -265,8 +308,8 @@ def test_as_many_rows_as_are_faster(most: int, tmp_path: Path, monkeypatch: pyte
     assert {id(matrix) for matrix in matrices} - {id(matrix) for matrix in measured} == {id(model.lm_head.packed)}
     assert {matrix.native.most_rows for matrix in matrices if matrix.native} == {sys.maxsize if most == 2048 else most}
     torch.testing.assert_close(model.logits(x), before)
-    linear = Mock(wraps=library.linear)
-    monkeypatch.setattr(library, "linear", linear)
+    linear = Mock(wraps=library.products.linear)
+    monkeypatch.setattr(library.products, "linear", linear)
     model.logits(x)
     assert linear.call_count == (most >= 6)
 
@@ -278,7 +321,7 @@ def test_native_code_multiplies_by_all_weights(family: str, packer: Library, tmp
     before = model.logits(hidden)
     model.pack(packer)
     use_native_products(model, packer)
-    num_experts = model.config.moe.num_experts if model.config.moe else 1
-    assert len(model.packed_matrices()) == (2 + 2 * num_experts) * len(model.layers) + 1
+    num_mlp = 1 + 2 * model.config.moe.num_experts if model.config.moe else 2  # with the router
+    assert len(model.packed_matrices()) == (2 + num_mlp) * len(model.layers) + 1
     assert all(matrix.native is not None for matrix in model.packed_matrices())
     torch.testing.assert_close(model.logits(hidden), before)

@@ -1,0 +1,153 @@
+// A layer of experts for some tokens: products with each expert's weights, its gate, and weighted sums of the answers.
+
+#pragma once
+
+#include <vector>
+
+#include "elementwise.h"
+#include "linear.h"
+
+namespace {
+
+// Strides are in elements. A choice is one token's use of one expert, and has the number token * top_k + index.
+struct Experts {
+  const Element* hidden;  // [token, hidden_size].
+  const int32_t* chosen;  // [token, top_k]: numbers of experts, of which those from first_expert on are here.
+  const float* factors;   // Factors of the answers, [token, top_k].
+  Element *answers, *out;  // Answers to choices, and their weighted sums, [token, hidden_size].
+  const Element *const *gate_up, *const *down;  // Packed weights of each expert, as in linear.
+  int64_t *loads, *ends, *order;  // Per expert: its total number of choices, and where its part of `order` ends.
+  int64_t* next_part;
+  int64_t num_tokens, top_k, first_expert, num_experts, hidden_size, inner_size, hidden_stride;
+  int64_t gate_up_width, gate_up_stride, down_width, down_stride;
+
+  // Return the index of the expert of a choice, or num_experts if it is not here.
+  int64_t expert(int64_t choice) const {
+    return std::min<uint64_t>(int64_t(chosen[choice]) - first_expert, num_experts);
+  }
+
+  int64_t begin(int64_t expert) const { return expert ? ends[expert - 1] : 0; }
+};
+
+// Memory of a thread for some rows of an expert.
+struct ExpertRows {
+  const Experts& layer;
+  Inputs hidden, inner;
+  int64_t rows_together;  // Maximum number of rows.
+  Memory memory;
+  Element *gate_up, *opened;
+
+  ExpertRows(const Experts& experts, int64_t num_rows)
+      : layer(experts), hidden(num_rows, layer.hidden_size), inner(num_rows, layer.inner_size),
+        rows_together(std::min({num_rows, hidden.rows_together, inner.rows_together})),
+        memory(rows_together * 3 * layer.inner_size * sizeof(Element) + 2 * 64),
+        gate_up(memory.take<Element>(rows_together * 2 * layer.inner_size)),
+        opened(memory.take<Element>(rows_together * layer.inner_size)) {}
+
+  // Answer some choices of an expert.
+  void answer(int64_t expert, const int64_t* choices, int64_t num_rows) {
+    const auto [hidden_size, inner_size] = std::pair(layer.hidden_size, layer.inner_size);
+    hidden.read_from([&](int64_t row) { return layer.hidden + choices[row] / layer.top_k * layer.hidden_stride; },
+                     num_rows);
+    multiply(hidden, num_rows, {layer.gate_up[expert], layer.gate_up_width, layer.gate_up_stride}, hidden_size,
+             2 * inner_size, [&](int64_t row) { return gate_up + row * 2 * inner_size; });
+    EXPORT(swiglu)(gate_up, opened, inner_size, 2 * inner_size, 0, num_rows);
+    inner.read(opened, inner_size, num_rows);
+    multiply(inner, num_rows, {layer.down[expert], layer.down_width, layer.down_stride}, inner_size, hidden_size,
+             [&](int64_t row) { return layer.answers + choices[row] * hidden_size; });
+  }
+
+  template <class Out>
+  void multiply(const Inputs& inputs, int64_t num_rows, const Weight& weight, int64_t num_inputs, int64_t num_outputs,
+                Out out) {
+    multiply_inputs(inputs, num_rows, weight, nullptr, num_inputs, num_outputs, 0,
+                    (num_outputs + kOutputs - 1) / kOutputs, out);
+  }
+};
+
+}  // namespace
+
+// Choose top_k experts for tokens begin to end by their logits, [token, num_experts], and compute factors: likelihoods,
+// or with sum_to_one their shares. Ties go to the lowest number. Unless counted is null, tokens for which it is false
+// get the number -1.
+extern "C" void EXPORT(choose_experts)(const Element* logits, const bool* counted, int32_t* chosen, float* factors,
+                                       int64_t num_experts, int64_t top_k, int64_t sum_to_one, int64_t begin,
+                                       int64_t end) {
+  std::vector<int32_t> best(top_k + 1);
+  for (int64_t token = begin; token < end; ++token) {
+    const Element* row = logits + token * num_experts;
+    const auto is_less = [&](int32_t a, int32_t b) { return as_float(row[a]) < as_float(row[b]); };
+    for (int64_t expert = 0, count = 0; expert < num_experts; ++expert) {
+      if (count == top_k && !is_less(best[top_k - 1], expert)) continue;
+      int64_t at = count;
+      for (; at > 0 && is_less(best[at - 1], expert); --at) best[at] = best[at - 1];
+      best[at] = expert;
+      count = std::min(count + 1, top_k);
+    }
+    float sum = 0, *mine = factors + token * top_k;
+    const float most = as_float(row[best[0]]);
+    if (!sum_to_one)
+      for (int64_t expert = 0; expert < num_experts; ++expert) sum += std::exp(as_float(row[expert]) - most);
+    for (int64_t i = 0; i < top_k; ++i) {
+      mine[i] = std::exp(as_float(row[best[i]]) - most);
+      if (sum_to_one) sum += mine[i];
+      chosen[token * top_k + i] = counted && !counted[token] ? -1 : best[i];
+    }
+    for (int64_t i = 0; i < top_k; ++i) mine[i] /= sum;
+  }
+}
+
+// Sort choices by expert and then by token, and count them.
+extern "C" void EXPORT(order_choices)(const Experts* layer) {
+  const int64_t num_choices = layer->num_tokens * layer->top_k, num_experts = layer->num_experts;
+  std::vector<int64_t> at(num_experts + 2);
+  for (int64_t choice = 0; choice < num_choices; ++choice) ++at[layer->expert(choice) + 1];
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    layer->loads[expert] += at[expert + 1];
+    layer->ends[expert] = at[expert + 1] += at[expert];
+  }
+  for (int64_t choice = 0; choice < num_choices; ++choice) layer->order[at[layer->expert(choice)]++] = choice;
+  *layer->next_part = 0;
+}
+
+// Answer ordered choices. Threads that call this share the parts of the work.
+extern "C" void EXPORT(answer_choices)(const Experts* layer) {
+  int64_t most_rows = 0;
+  for (int64_t expert = 0; expert < layer->num_experts; ++expert)
+    most_rows = std::max(most_rows, layer->ends[expert] - layer->begin(expert));
+  if (!most_rows) return;
+  ExpertRows rows(*layer, most_rows);
+  int64_t mine = __atomic_fetch_add(layer->next_part, 1, __ATOMIC_RELAXED), index = 0;
+  for (int64_t expert = 0; expert < layer->num_experts; ++expert) {
+    const int64_t begin = layer->begin(expert), count = layer->ends[expert] - begin;
+    const int64_t num_parts = round_up(count, rows.rows_together) / rows.rows_together;
+    for (int64_t part = 0; part < num_parts; ++part, ++index) {
+      if (index != mine) continue;
+      const int64_t first = count * part / num_parts, end = count * (part + 1) / num_parts;
+      rows.answer(expert, layer->order + begin + first, end - first);
+      mine = __atomic_fetch_add(layer->next_part, 1, __ATOMIC_RELAXED);
+    }
+  }
+}
+
+// Add up the answers to tokens begin to end.
+extern "C" void EXPORT(sum_answers)(const Experts* layer, int64_t begin, int64_t end) {
+  const int64_t size = layer->hidden_size;
+  std::vector<int64_t> choices(layer->top_k);
+  for (int64_t token = begin; token < end; ++token) {
+    int64_t count = 0;
+    for (int64_t choice = token * layer->top_k; choice < (token + 1) * layer->top_k; ++choice) {
+      choices[count] = choice;
+      count += layer->expert(choice) < layer->num_experts;
+    }
+    for (int64_t d = 0; d < size; d += kPairs) {
+      Pairs sum = {};
+      for (int64_t i = 0; i < count; ++i) {
+        const Pairs answer = load(layer->answers + choices[i] * size + d, size - d);
+        const vec factor = all(layer->factors[choices[i]]);
+        sum.even += answer.even * factor, sum.odd += answer.odd * factor;
+      }
+      store(layer->out + token * size + d, {rounded(sum.even), rounded(sum.odd)}, size - d);
+    }
+  }
+}
