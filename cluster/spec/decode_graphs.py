@@ -1,7 +1,7 @@
 """Selection of decode steps to capture. Pure."""
 
 from cluster.spec.checks import ModelLimits
-from cluster.spec.config import AttentionSetting, DecodeConfig, DeployConfig, Device, PoolConfig
+from cluster.spec.config import AttentionSetting, DecodeConfig, DeployConfig, PoolConfig
 from cluster.spec.strategy import MoeDispatch
 
 
@@ -12,7 +12,7 @@ def captures_decode(config: DeployConfig, pool: PoolConfig, model: ModelLimits) 
 
 def why_not_captured(config: DeployConfig, pool: PoolConfig, model: ModelLimits) -> str:
     """Return why a pool of decode workers captures no steps; empty if it captures some, or for other pools."""
-    resources, parallel, has_experts = config.resources, pool.parallel, model.num_experts is not None
+    resources, parallel = config.resources, pool.parallel
     if not isinstance(pool, DecodeConfig):
         return ""
     if resources.attention in (AttentionSetting.FLASH_ATTN, AttentionSetting.TORCH):
@@ -21,11 +21,9 @@ def why_not_captured(config: DeployConfig, pool: PoolConfig, model: ModelLimits)
         return "pipeline stages"
     if model.has_windows:
         return "sliding windows"
-    if has_experts and resources.device is Device.CPU:
-        return "experts on a CPU"
     if max(parallel.tp, parallel.dp) == 1:
         return ""
-    if has_experts and resources.moe_dispatch is MoeDispatch.ALL_TO_ALL:
+    if model.num_experts is not None and resources.moe_dispatch is MoeDispatch.ALL_TO_ALL:
         return "tokens sent to experts"  # the host needs their counts
     # A collective through the host cannot be replayed.
     return "" if resources.uses_nccl else "collectives through the host"

@@ -96,18 +96,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Tensor:
+    ) -> object:
         operation = partial(func, *args, **(kwargs or {}))
         out = operation()
-        if not isinstance(out, Tensor):
-            raise CaptureError(f"{func} does not return a tensor")
+        results = _results(func, out)
         if func in _EMPTY:
             out = self._allocate(out)
+            results = [out]
         elif func._schema.is_mutable:
             self._calls.append(operation)
-        elif not _is_view(out, args):
-            self._calls.append(lambda: out.copy_(operation()))
-        self.tensors.append(out)
+        elif not any(_is_view(result, args) for result in results):
+            self._calls.append(partial(_repeat, operation, results))
+        self.tensors += results
         return out
 
     def _allocate(self, tensor: Tensor) -> Tensor:
@@ -120,6 +120,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if memory.dtype != tensor.dtype or memory.numel() < size or not tensor.is_contiguous():
             return tensor
         return memory.view(-1)[:size].view(tensor.shape)
+
+
+def _results(operation: object, out: Any) -> Sequence[Tensor]:
+    results: Sequence[Tensor] = out if isinstance(out, Sequence) else [out]
+    if not all(isinstance(result, Tensor) for result in results):
+        raise CaptureError(f"{operation} does not return tensors")
+    return results
+
+
+def _repeat(operation: Callable[[], object], results: Sequence[Tensor]) -> None:
+    """Write an operation's results to the tensors that had them before."""
+    for old, new in zip(results, _results(operation, operation()), strict=True):
+        old.copy_(new)
 
 
 def _is_view(out: Tensor, args: Sequence[object]) -> bool:

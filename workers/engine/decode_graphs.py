@@ -19,7 +19,7 @@ from workers.engine.captures import Capture, CaptureError
 from workers.expert_parallel.dispatch_cost import FEW_TOKENS
 from workers.kernels.elementwise import KvSlots
 from workers.layers.attention import AttentionContext, Expand
-from workers.layers.config import FEW_CHOICES
+from workers.layers.feed_forward import Experts
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.exchanges import Lens
@@ -78,7 +78,9 @@ class DecodeGraphs:
 
     def _why_not(self) -> str:
         """Return why no step can be captured. Empty if steps can be captured."""
-        return "" if self._attention(1) else "attention cannot be captured"
+        if not self._attention(1):
+            return "attention cannot be captured"
+        return "" if _most_requests(self._model) else "experts one after another"
 
     def _attention(self, num_requests: int) -> GraphAttention | None:
         model, pool = self._model, self._pool
@@ -175,11 +177,12 @@ class _CapturedStep:
 
 
 def _most_requests(model: DecoderModel) -> int:
-    """Return the maximum number of requests per DP rank for which the host need not wait for token counts."""
-    per_token = model.config.experts_per_token
+    """Return the maximum number of requests per DP rank for which the host need not know experts' numbers of tokens."""
+    per_token, dp = model.config.experts_per_token, model.groups.parallel.dp
     if not per_token:
         return sys.maxsize
-    return max(1, min(FEW_TOKENS, FEW_CHOICES // per_token) // model.groups.parallel.dp)
+    choices = min(module.most_uncounted for module in model.modules() if isinstance(module, Experts))
+    return min(FEW_TOKENS, choices // per_token) // dp
 
 
 class _DecodeContext(AttentionContext):

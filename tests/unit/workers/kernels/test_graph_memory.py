@@ -328,14 +328,6 @@ def test_pools_that_allow_capture(text: dict[str, Any], reason: str) -> None:
     assert not captures_decode(config, config.prefill, DENSE)
 
 
-def test_experts_are_captured_on_gpus_only() -> None:
-    model = replace(DENSE, num_experts=4)
-    for device, reason in (("cpu", "experts on a CPU"), ("cuda", "")):
-        config = DeployConfig.model_validate({"resources": {"device": device}})
-        assert why_not_captured(config, config.decode, model) == reason
-        assert captures_decode(config, config.decode, model) == (not reason)
-
-
 @pytest.mark.parametrize(("parallel", "reason"), [({}, ""), ({"tp": 2}, "tokens sent to experts")])
 def test_steps_that_send_tokens_to_experts_are_not_captured(parallel: dict[str, int], reason: str) -> None:
     resources = {"device": "cuda", "moe_dispatch": "all_to_all"}
