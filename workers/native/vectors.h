@@ -25,6 +25,7 @@ typedef uint32_t words __attribute__((vector_size(kLanes * 4), may_alias));
 inline vec& at(float* p) { return *(vec*)p; }
 inline const vec& at(const float* p) { return *(const vec*)p; }
 inline vec all(float x) { return x - vec{}; }
+inline vec smallest(vec a, vec b) { return a < b ? a : b; }  // b if a is NaN.
 inline vec largest(vec a, vec b) { return a > b ? a : b; }  // b if a is NaN.
 
 // Adjacent numbers: bf16 split into even and odd indices, which takes the fewest instructions, fp32 into halves.
@@ -117,6 +118,9 @@ inline vec sums_of(vec x[kLanes]) {
 }
 
 inline float sum_of(vec x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#endif
   float sum = 0;
   for (int i = 0; i < kLanes; ++i) sum += x[i];
   return sum;

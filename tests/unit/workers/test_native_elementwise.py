@@ -24,7 +24,7 @@ pytestmark = pytest.mark.native
 
 EPS = 1e-6
 NAMES = {"rms_norm", "add_rms_norm", "rotate", "rotate_storing", "store_kv", "swiglu"}
-SPECIAL = (0.0, -0.0, 1e-38, 1e-30, 90.0, -90.0, 3e38, float("inf"), float("-inf"), float("nan"))
+SPECIAL = (0.0, -0.0, 1e-37, 88.8, -88.8, 3e38, -3e38, float("inf"), float("-inf"), float("nan"))
 ROWS, SIZES, SEEDS = st.integers(0, 5), st.integers(1, 150), st.integers(0, 2**30)
 REST = st.sampled_from([0, 0, 2, 7, 40])
 """Elements of a head that are not rotated."""
@@ -55,9 +55,12 @@ def norm(dtype: torch.dtype, seed: int, size: int) -> RMSNorm:
 
 
 def check_close(found: torch.Tensor, expected: torch.Tensor, rtol: float = 2**-7) -> None:
-    """Check the relative error: ``rtol`` in bf16, 2e-6 in fp32, where it may also be that of a sum."""
+    """Check the relative error: ``rtol`` in bf16, 2e-6 in fp32, where it may also be that of a sum.
+
+    Some processors round to zero what is below the smallest normal number in bf16.
+    """
     if found.dtype == torch.bfloat16:
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=0.0, equal_nan=True)
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=torch.finfo(found.dtype).tiny, equal_nan=True)
     else:
         size = expected.abs().nan_to_num(0.0, 0.0).max() if expected.numel() else 0.0
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6 * float(size), equal_nan=True)
