@@ -9,6 +9,7 @@ from pathlib import Path
 from cluster.grammar import Grammars
 from cluster.spec.decode_graphs import captures_decode, why_not_captured
 from cluster.spec.env import CACHE_DIR
+from cluster.spec.ids import Role
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
@@ -19,7 +20,7 @@ from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.device import Device, open_device
 from workers.engine.calibration import measured_rates
 from workers.engine.captures import Capture, capture_maker
-from workers.engine.native_kernels import choose_kernels
+from workers.engine.native_kernels import choose_kernels, start_helpers
 from workers.engine.pool_memory import pool_memory_gib
 from workers.engine.rank_groups import RankGroups, join_groups
 from workers.engine.runner import ModelRunner
@@ -62,6 +63,7 @@ class Rank:
     groups: RankGroups
     pinned: PinnedMemory
     """Pinned host memory of both regions. Empty without a GPU."""
+    stop_helpers: Callable[[], object]
 
     def close(self) -> None:
         """Release the transfer memory. Peers' writes fail from then on."""
@@ -70,6 +72,7 @@ class Rank:
                 closing.callback(self.grammars.close)
             closing.callback(self.backend.close)
             closing.callback(self.pinned.close)
+            closing.callback(self.stop_helpers)
 
 
 def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
@@ -135,6 +138,7 @@ def _load(
         grammars=grammars,
         groups=groups,
         pinned=pinned,
+        stop_helpers=start_helpers() if spec.role is Role.DECODE and not device.has_own_memory else lambda: None,
     )
 
 

@@ -246,7 +246,8 @@ class ResourcesConfig(Node):
     cpus_per_worker: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] = 1.0
     """Number of Ray CPUs reserved for each worker."""
     threads_per_worker: PositiveInt = 1
-    """Number of compute threads of each worker on a CPU."""
+    """Number of compute threads of each worker on a CPU. With 1, a decode worker also lets threads of the lowest
+    priority share its steps while cores are idle."""
     gpus_per_worker: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     """Fraction of a GPU for each worker. Below 1, workers share a GPU and exchange tensors through host memory."""
     gpu_memory_gib: MemoryGib = 139.0

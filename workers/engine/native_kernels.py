@@ -1,10 +1,13 @@
 """Choice of a model's kernels: the attention backend, and on CPUs native code, as far as it is faster than torch."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, takewhile
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,6 +32,8 @@ _ROWS_OF_SAMPLE = 64
 """Number of rows above which fewer weights are enough, since products do not wait for memory."""
 _MANY_ROWS = 512
 """Number of rows above which oneDNN's preparation is short in comparison."""
+_MOST_HELPERS = 3
+"""Maximum number of helpers per worker. With more, cores would wait for memory."""
 _ROUNDS = 3
 """Number of measurements of both, in turns, since other workers start at the same time."""
 _MOST_SLOWDOWN = 1.05
@@ -56,6 +61,26 @@ def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvG
     if library is not None:
         use_native_products(model, library)
     return choice
+
+
+def start_helpers() -> Callable[[], object]:
+    """Let threads of the lowest priority share decode steps while cores are idle. Return a function that stops them."""
+    count = num_helpers()
+    try:
+        library = Library.load()
+    except CannotCompileError:
+        return lambda: None
+    if library.start_helpers(count):
+        _log.info("up to %d idle cores share decode steps", count)
+    return partial(library.start_helpers, 0)
+
+
+def num_helpers(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return the number of helpers: none if the worker has several threads, or a quota, of which helpers would take."""
+    has_quota = quota.is_file() and not quota.read_text().startswith("max")
+    if sys.platform != "linux" or torch.get_num_threads() > 1 or has_quota:
+        return 0
+    return min(len(os.sched_getaffinity(0)) - 1, _MOST_HELPERS)
 
 
 def use_native_products(model: DecoderModel, library: Library) -> None:

@@ -1,5 +1,6 @@
 """Feed-forward part of a decoder layer: a gated MLP or a mixture of experts."""
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,10 @@ from workers.quant.fp8_matrix import Fp8Matrix, split_rows
 if TYPE_CHECKING:  # no CPU imports kernels of a GPU
     from workers.kernels.experts import RowTiles
 
+_ENOUGH_ROWS = 16
+"""Number of rows that native code must multiply as fast as oneDNN to compute the experts of any number of tokens. For
+many, oneDNN can be faster, but copies between its products take longer.
+"""
 _LEAST_SUM = 1e-20
 """Term added to the sum of a token's weights, which can be zero if they are sigmoids."""
 
@@ -170,7 +175,9 @@ class Experts(ShardedLayer):
         if isinstance(gate_up, list) and isinstance(down, list):
             # Native code does not know all layouts, as that of an odd number of inputs.
             native = gate_up[0].native if down[0].native is not None else None
-            return 0 if native is None else native.most_rows * len(gate_up)
+            if native is None:
+                return 0
+            return sys.maxsize if native.most_rows >= _ENOUGH_ROWS else native.most_rows * len(gate_up)
         has_kernels = isinstance(gate_up, Fp8Matrix) or (isinstance(gate_up, Tensor) and device_of(gate_up).has_kernels)
         return FEW_CHOICES if has_kernels else 0
 

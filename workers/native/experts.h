@@ -27,6 +27,9 @@ struct Experts {
   }
 
   int64_t begin(int64_t expert) const { return expert ? ends[expert - 1] : 0; }
+  int64_t num_rows(int64_t expert) const { return ends[expert] - begin(expert); }
+
+  Element* answer(int64_t choice) const { return answers + choice * hidden_size; }
 };
 
 // Memory of a thread for some rows of an expert.
@@ -44,8 +47,9 @@ struct ExpertRows {
         gate_up(memory.take<Element>(rows_together * 2 * layer.inner_size)),
         opened(memory.take<Element>(rows_together * layer.inner_size)) {}
 
-  // Answer some choices of an expert.
-  void answer(int64_t expert, const int64_t* choices, int64_t num_rows) {
+  // Answer some choices of an expert. `out` returns the address of a row's answer.
+  template <class Out>
+  void answer(int64_t expert, const int64_t* choices, int64_t num_rows, Out out) {
     const auto [hidden_size, inner_size] = std::pair(layer.hidden_size, layer.inner_size);
     hidden.read_from([&](int64_t row) { return layer.hidden + choices[row] / layer.top_k * layer.hidden_stride; },
                      num_rows);
@@ -53,16 +57,72 @@ struct ExpertRows {
              2 * inner_size, [&](int64_t row) { return gate_up + row * 2 * inner_size; });
     EXPORT(swiglu)(gate_up, opened, inner_size, 2 * inner_size, 0, num_rows);
     inner.read(opened, inner_size, num_rows);
-    multiply(inner, num_rows, {layer.down[expert], layer.down_width, layer.down_stride}, inner_size, hidden_size,
-             [&](int64_t row) { return layer.answers + choices[row] * hidden_size; });
+    multiply(inner, num_rows, {layer.down[expert], layer.down_width, layer.down_stride}, inner_size, hidden_size, out);
   }
 
   template <class Out>
   void multiply(const Inputs& inputs, int64_t num_rows, const Weight& weight, int64_t num_inputs, int64_t num_outputs,
                 Out out) {
-    multiply_inputs(inputs, num_rows, weight, nullptr, num_inputs, num_outputs, 0,
-                    (num_outputs + kOutputs - 1) / kOutputs, out);
+    multiply_inputs(inputs, num_rows, weight, nullptr, num_inputs, num_outputs, 0, num_blocks(num_outputs), out);
   }
+};
+
+// Experts of a few tokens, each of which a helper can compute. What helpers are given is a Header, then numbers of
+// experts that are used, ends, order, addresses of weights, and tokens.
+class SharedExperts {
+  struct Header {
+    Experts layer;
+    int64_t num_used;
+  };
+
+ public:
+  explicit SharedExperts(const Experts& layer) : layer_(layer) {
+    for (int64_t expert = 0; expert < layer.num_experts; ++expert)
+      if (layer.num_rows(expert)) used_.push_back(expert), most_rows_ = std::max(most_rows_, layer.num_rows(expert));
+  }
+
+  // Let helpers take experts. Return false if they cannot.
+  bool share() const {
+    const int64_t num_experts = layer_.num_experts, num_used = used_.size();
+    const Header header = {layer_, num_used};
+    Given given;
+    given.put(&header, 1);
+    given.put(used_.data(), num_used);
+    given.put(layer_.ends, num_experts);
+    given.put(layer_.order, layer_.num_tokens * layer_.top_k);
+    given.put(layer_.gate_up, num_experts);
+    given.put(layer_.down, num_experts);
+    for (int64_t token = 0; token < layer_.num_tokens; ++token)
+      given.put(layer_.hidden + token * layer_.hidden_stride, layer_.hidden_size);
+    const int64_t result_size = most_rows_ * layer_.hidden_size * sizeof(Element) / sizeof(float);
+    return share_with_helpers({compute, given, num_used, result_size}, [&](int64_t part, const float* result) {
+      const int64_t begin = layer_.begin(used_[part]);
+      for (int64_t row = 0; row < layer_.num_rows(used_[part]); ++row)
+        std::copy_n((const Element*)result + row * layer_.hidden_size, layer_.hidden_size,
+                    layer_.answer(layer_.order[begin + row]));
+    });
+  }
+
+ private:
+  static void compute(const char* given, int64_t part, float* result) {
+    const Header& header = *(const Header*)given;
+    Experts layer = header.layer;
+    const int64_t* used = (const int64_t*)(given + sizeof header);
+    layer.ends = const_cast<int64_t*>(used + header.num_used);
+    layer.order = layer.ends + layer.num_experts;
+    layer.gate_up = (const Element* const*)(layer.order + layer.num_tokens * layer.top_k);
+    layer.down = layer.gate_up + layer.num_experts;
+    layer.hidden = (const Element*)(layer.down + layer.num_experts);
+    layer.hidden_stride = layer.hidden_size;
+    const int64_t num_rows = layer.num_rows(used[part]);
+    ExpertRows rows(layer, num_rows);
+    rows.answer(used[part], layer.order + layer.begin(used[part]), num_rows,
+                [&](int64_t row) { return (Element*)result + row * layer.hidden_size; });
+  }
+
+  const Experts& layer_;
+  std::vector<int64_t> used_;
+  int64_t most_rows_ = 0;
 };
 
 }  // namespace
@@ -112,19 +172,21 @@ extern "C" void EXPORT(order_choices)(const Experts* layer) {
 
 // Answer ordered choices. Threads that call this share the parts of the work.
 extern "C" void EXPORT(answer_choices)(const Experts* layer) {
+  if (may_share() && layer->num_tokens <= kMostSharedRows && SharedExperts(*layer).share()) return;
   int64_t most_rows = 0;
   for (int64_t expert = 0; expert < layer->num_experts; ++expert)
-    most_rows = std::max(most_rows, layer->ends[expert] - layer->begin(expert));
+    most_rows = std::max(most_rows, layer->num_rows(expert));
   if (!most_rows) return;
   ExpertRows rows(*layer, most_rows);
   int64_t mine = __atomic_fetch_add(layer->next_part, 1, __ATOMIC_RELAXED), index = 0;
   for (int64_t expert = 0; expert < layer->num_experts; ++expert) {
-    const int64_t begin = layer->begin(expert), count = layer->ends[expert] - begin;
+    const int64_t begin = layer->begin(expert), count = layer->num_rows(expert);
     const int64_t num_parts = round_up(count, rows.rows_together) / rows.rows_together;
     for (int64_t part = 0; part < num_parts; ++part, ++index) {
       if (index != mine) continue;
       const int64_t first = count * part / num_parts, end = count * (part + 1) / num_parts;
-      rows.answer(expert, layer->order + begin + first, end - first);
+      const int64_t* choices = layer->order + begin + first;
+      rows.answer(expert, choices, end - first, [&](int64_t row) { return layer->answer(choices[row]); });
       mine = __atomic_fetch_add(layer->next_part, 1, __ATOMIC_RELAXED);
     }
   }

@@ -21,7 +21,7 @@ NUM_ITEM_FIELDS = 7
 
 _FIELDS = (
     *("query", "key", "value", "out", "lse", "tables", "items", "next_tile"),
-    *("overwrites", "num_items", "page_size", "kv_heads", "groups", "key_dim", "value_dim"),
+    *("overwrites", "is_shared", "num_items", "page_size", "kv_heads", "groups", "key_dim", "value_dim"),
     *("query_stride", "query_head_stride"),
     *(f"{what}_{axis}_stride" for what in ("key", "value") for axis in ("page", "head", "slot")),
 )
@@ -90,6 +90,10 @@ class Library:
     def __init__(self, path: Path, num_threads: int) -> None:
         library = ctypes.CDLL(str(path))
         self._functions = {dtype: _Functions(library, name) for dtype, name in DTYPES.items()}
+        self._start_helpers = library.baton_start_helpers
+        self._start_helpers.argtypes = (ctypes.c_int64,)
+        self._num_helped = library.baton_num_helped
+        self._num_helped.restype = ctypes.c_int64
         self._threads = Threads(num_threads)
         self.products = Products(library, self._threads)
 
@@ -101,6 +105,18 @@ class Library:
             return cls(path, torch.get_num_threads())
         except OSError as error:
             raise CannotCompileError(f"cannot load {error}") from error
+
+    def start_helpers(self, count: int) -> bool:
+        """Let ``count`` threads of the lowest priority share decode steps while cores are idle. With 0, stop them.
+
+        Returns False if none run, since the system refuses. They read weights and keys until they are stopped.
+        """
+        return bool(self._start_helpers(count))
+
+    @property
+    def num_helped(self) -> int:
+        """Number of parts of the work whose results came from helpers since they were started."""
+        return int(self._num_helped())
 
     def attend(
         self,
@@ -115,13 +131,15 @@ class Library:
         *,
         scale: float,
         overwrites: bool = False,
+        is_shared: bool = False,
     ) -> None:
         """Merge into a partial attention of ``query [tokens, heads, D]`` to ``key`` and ``value [page, H, slot, dim]``,
         or with ``overwrites``, write the partial, in which there may be anything.
 
         ``items [n, 7]`` are rows of Item in attention.h, no two of which have a query in common. ``tables`` holds
         their page numbers. Both are int64. Indices are not checked against the tensors' sizes. Elements of a head must
-        be adjacent in memory, and ``out`` and ``lse``, the partial, must be contiguous.
+        be adjacent in memory, and ``out`` and ``lse``, the partial, must be contiguous. If ``is_shared``, helpers may
+        read keys and values until they are stopped, even after this call.
         """
         if not len(items):
             return
@@ -135,7 +153,7 @@ class Library:
         arguments = _Arguments(
             *(x.data_ptr() for x in (query, key, value, out, lse, tables, items)),
             ctypes.addressof(next_tile),
-            *(overwrites, len(items), page_size, num_kv_heads, num_heads // num_kv_heads),
+            *(overwrites, is_shared, len(items), page_size, num_kv_heads, num_heads // num_kv_heads),
             *(query.shape[2], value.shape[3], *query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
             scale,
         )
@@ -164,7 +182,7 @@ class Library:
         arguments = _Arguments(
             *(x.data_ptr() for x in (query, keys, keys)),
             *(0, 0, table.data_ptr(), items.data_ptr(), ctypes.addressof(next_tile)),
-            *(False, 1, keys.shape[2], 1, num_heads, dim, 0),
+            *(False, False, 1, keys.shape[2], 1, num_heads, dim, 0),
             *(*query.stride()[:2], *keys.stride()[:3], *keys.stride()[:3]),
             1.0,
         )

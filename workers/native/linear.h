@@ -4,6 +4,7 @@
 #pragma once
 
 #include "block.h"
+#include "helpers.h"
 
 namespace {
 
@@ -12,6 +13,8 @@ struct Weight {
   const Element* first;
   int64_t width, block_stride;
 };
+
+inline int64_t num_blocks(int64_t num_outputs) { return (num_outputs + kOutputs - 1) / kOutputs; }
 
 // Compute products of rows that were read into `inputs`, for outputs kOutputs * begin to kOutputs * end. `out` returns
 // the address of a row's products. A null bias counts as zero.
@@ -45,6 +48,42 @@ void multiply_rows(const Rows<const Element>& x, int64_t num_rows, const Weight&
   }
 }
 
+// Products of a few rows, of which helpers can take parts. What they are given is this, then the rows.
+struct SharedLinear {
+  static constexpr int64_t kLeastBytes = 1 << 17;  // Bytes of weights per part.
+
+  Weight weight;
+  const Element* bias;
+  int64_t num_rows, num_inputs, num_outputs;
+  int64_t blocks_together = 0;  // Blocks of kOutputs outputs per part.
+
+  // Let helpers take parts. Return false if they cannot, or it would save little time.
+  bool share(const Rows<const Element>& x, Element* out) {
+    if (!may_share() || num_rows > kMostSharedRows) return false;
+    const int64_t least = kLeastBytes / (sizeof(Element) * kOutputs * num_inputs) + 1;
+    blocks_together = std::max(least, (num_blocks(num_outputs) + kMostParts - 1) / kMostParts);
+    const int64_t width = blocks_together * kOutputs, num_parts = (num_outputs + width - 1) / width;
+    Given given;
+    given.put(this, 1);
+    for (int64_t row = 0; row < num_rows; ++row) given.put(x.first + row * x.stride, num_inputs);
+    const int64_t result_size = num_rows * width * sizeof(Element) / sizeof(float);
+    return share_with_helpers({compute, given, num_parts, result_size}, [&](int64_t part, const float* result) {
+      const int64_t first = part * width, count = std::min(width, num_outputs - first);
+      for (int64_t row = 0; row < num_rows; ++row)
+        std::copy_n((const Element*)result + row * width, count, out + row * num_outputs + first);
+    });
+  }
+
+  static void compute(const char* given, int64_t part, float* result) {
+    const SharedLinear& a = *(const SharedLinear*)given;
+    Inputs inputs(a.num_rows, a.num_inputs);
+    inputs.read((const Element*)(given + sizeof a), a.num_inputs, a.num_rows);
+    const int64_t begin = part * a.blocks_together, end = std::min(begin + a.blocks_together, num_blocks(a.num_outputs));
+    const auto out = [&](int64_t row) { return (Element*)result + (row * a.blocks_together - begin) * kOutputs; };
+    multiply_inputs(inputs, a.num_rows, a.weight, a.bias, a.num_inputs, a.num_outputs, begin, end, out);
+  }
+};
+
 }  // namespace
 
 // Compute x [num_rows, num_inputs] @ weight.T + bias, or without a bias if it is null, for outputs
@@ -54,8 +93,10 @@ void multiply_rows(const Rows<const Element>& x, int64_t num_rows, const Weight&
 extern "C" void EXPORT(linear)(const Element* x, const Element* weight, const Element* bias, Element* out,
                                int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int64_t x_stride,
                                int64_t width, int64_t block_stride, int64_t begin, int64_t end) {
-  multiply_rows({x, x_stride}, num_rows, {weight, width, block_stride}, bias, num_inputs, num_outputs, begin, end,
-                {out, num_outputs});
+  const Weight packed = {weight, width, block_stride};
+  const bool is_whole = begin == 0 && end == num_blocks(num_outputs);
+  if (is_whole && SharedLinear{packed, bias, num_rows, num_inputs, num_outputs}.share({x, x_stride}, out)) return;
+  multiply_rows({x, x_stride}, num_rows, packed, bias, num_inputs, num_outputs, begin, end, {out, num_outputs});
 }
 
 // Compute linear without a bias for each head of x [num_rows, num_heads, num_inputs], with weights of its own.
