@@ -138,7 +138,7 @@ def _load(
         grammars=grammars,
         groups=groups,
         pinned=pinned,
-        stop_helpers=start_helpers() if spec.role is Role.DECODE and not device.has_own_memory else lambda: None,
+        stop_helpers=_start_helpers(spec, device),
     )
 
 
@@ -146,6 +146,10 @@ def _open_attention(spec: WorkerSpec, model: DecoderModel, geometry: KvGeometry)
     choice = choose_kernels(spec.config.resources.attention, model, geometry)
     _log.info("attention backend %s: %s", choice.name, choice.reason)
     return choice.backend
+
+
+def _start_helpers(spec: WorkerSpec, device: Device) -> Callable[[], object]:
+    return start_helpers(spec.config.resources.attention, device) if spec.role is Role.DECODE else lambda: None
 
 
 def _pool_layout(spec: WorkerSpec, geometry: KvGeometry, memory_gib: float) -> PoolLayout:

@@ -63,9 +63,13 @@ def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvG
     return choice
 
 
-def start_helpers() -> Callable[[], object]:
-    """Let threads of the lowest priority share decode steps while cores are idle. Return a function that stops them."""
+def start_helpers(setting: AttentionSetting, device: Device) -> Callable[[], object]:
+    """On a CPU, let threads of the lowest priority share decode steps while cores are idle. Return a function that
+    stops them.
+    """
     count = num_helpers()
+    if not count or setting is AttentionSetting.TORCH or device.has_own_memory:
+        return lambda: None
     try:
         library = Library.load()
     except CannotCompileError:

@@ -20,8 +20,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kMostGivenBytes = 1 << 18, kMostResults = 1 << 22;
 constexpr std::chrono::milliseconds kAwake{5};  // Time without work after which a helper sleeps.
 // Time in which nothing is shared: after no helper had taken a part, and after one was late, since cores are busy.
-constexpr std::chrono::microseconds kShortRest{100};
-constexpr std::chrono::microseconds kLeastRest{500}, kMostRest{160'000};
+constexpr std::chrono::microseconds kShortRest{100}, kLeastRest{500}, kMostRest{160'000};
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -84,26 +83,18 @@ class Helpers {
     const auto begin = Clock::now();
     int64_t part = 0;
     for (; part < work.num_parts && take(part, state_of(version_, kFree)); ++part) compute(part);
-    // Helpers have claimed the rest, since they begin with the last part.
-    // A helper that runs needs about as long for a part as this thread.
+    // Helpers have claimed the rest, since they begin with the last part. One that runs needs about as long for a part.
     const auto patience = 4 * (Clock::now() - begin) / std::max<int64_t>(part, 1);
-    const bool was_taken = part < work.num_parts;
-    bool was_late = false;
+    const int64_t num_claimed = work.num_parts - part, helped_before = num_helped;
     for (; part < work.num_parts; ++part) {
-      const auto deadline = Clock::now() + patience;
-      uint64_t state = states_[part];
-      for (; State(state & 0xff) == kClaimed && Clock::now() < deadline; state = states_[part]) pause();
-      if (State(state & 0xff) == kClaimed && take(part, state)) {
-        compute(part);
-        was_late = true;
-      } else {
-        accept(part, helpers_[state >> 8 & 0xff].results.data() + part * work.result_size);
+      if (const float* result = result_of(part, work.result_size, patience)) {
+        accept(part, result);
         ++num_helped;
+      } else {
+        compute(part);
       }
     }
-    // Rests become longer if more than every fifth call has a late helper.
-    rest_ = was_late ? std::clamp<Clock::duration>(4 * rest_, kLeastRest, kMostRest) : rest_ - rest_ / 4;
-    next_ = Clock::now() + (was_late ? rest_ : was_taken ? Clock::duration{0} : kShortRest);
+    rest(num_claimed, num_claimed - (num_helped - helped_before));
     return true;
   }
 
@@ -126,6 +117,21 @@ class Helpers {
 
   void wake() {
     if (num_asleep_) syscall(SYS_futex, &version_, FUTEX_WAKE_PRIVATE, helpers_.size(), nullptr, nullptr, 0);
+  }
+
+  // Return a helper's result, or null if it is late. A late result does not count any more.
+  const float* result_of(int64_t part, int64_t size, Clock::duration patience) {
+    const auto deadline = Clock::now() + patience;
+    uint64_t state = states_[part];
+    for (; State(state & 0xff) == kClaimed && Clock::now() < deadline; state = states_[part]) pause();
+    if (State(state & 0xff) == kClaimed && take(part, state)) return nullptr;
+    return helpers_[state >> 8 & 0xff].results.data() + part * size;
+  }
+
+  // Share nothing for some time after a helper was late: longer if that is more than every fifth call.
+  void rest(int64_t num_claimed, int64_t num_late) {
+    rest_ = num_late ? std::clamp<Clock::duration>(4 * rest_, kLeastRest, kMostRest) : rest_ - rest_ / 4;
+    next_ = Clock::now() + (num_late ? rest_ : num_claimed ? Clock::duration{0} : kShortRest);
   }
 
   bool take(int64_t part, uint64_t state) {

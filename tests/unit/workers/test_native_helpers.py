@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.spec.config import AttentionSetting
 from tests.fakes.amx import kinds_to_test
 from workers.device import CPU
 from workers.engine import native_kernels
@@ -118,10 +119,12 @@ def test_helpers_have_the_lowest_priority_and_stop(monkeypatch: pytest.MonkeyPat
         return [os.sched_getscheduler(thread) for thread in threads]
 
     monkeypatch.setattr(native_kernels, "num_helpers", lambda: 2)
-    stop = start_helpers()
+    stop = start_helpers(AttentionSetting.AUTO, CPU)
     deadline_s = time.monotonic() + 10
     while priorities().count(os.SCHED_IDLE) < 2:
         assert time.monotonic() < deadline_s, "the helpers have not started"
         time.sleep(0.01)
     stop()
+    assert os.SCHED_IDLE not in priorities()
+    start_helpers(AttentionSetting.TORCH, CPU)
     assert os.SCHED_IDLE not in priorities()
