@@ -64,8 +64,9 @@ def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvG
 
 
 def start_helpers(setting: AttentionSetting, device: Device) -> Callable[[], object]:
-    """On a CPU, let threads of the lowest priority share decode steps while cores are idle. Return a function that
-    stops them.
+    """Let threads of the lowest priority share a CPU's decode steps while cores are idle.
+
+    Returns a function that stops them.
     """
     count = num_helpers()
     if not count or setting is AttentionSetting.TORCH or device.has_own_memory:
