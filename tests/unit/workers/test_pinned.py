@@ -1,5 +1,6 @@
 """Registration of host memory with the GPU's runtime: once, and revoked before the memory is freed."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,10 +65,12 @@ def test_a_rank_unpins_before_its_memory_is_freed(runtime: Runtime, *, fails: bo
     pinned = PinnedMemory([memoryview(bytearray(100))])
     if fails:
         runtime.ranges.clear()
-    rank: Any = SimpleNamespace(pinned=pinned, backend=SimpleNamespace(close=close), grammars=None)
+    stop_helpers = partial(runtime.events.append, "helpers stopped")
+    backend = SimpleNamespace(close=close)
+    rank: Any = SimpleNamespace(pinned=pinned, backend=backend, grammars=None, stop_helpers=stop_helpers)
     if fails:
         with pytest.raises(RuntimeError, match="713"):
             Rank.close(rank)
     else:
         Rank.close(rank)
-    assert runtime.events == ["synchronized", "unpinned", "closed"]
+    assert runtime.events == ["helpers stopped", "synchronized", "unpinned", "closed"]
