@@ -80,9 +80,9 @@ class TaggedParser:
     def _read_between(self, text: str, hit: str | None) -> None:
         """Read what is between calls, or before the first one."""
         is_call, is_blank = not self._unread, not text.strip()
-        if not is_blank:
+        if is_call or not is_blank:
             self._say(self._take_unread() + text)
-        elif not is_call:
+        else:
             self._unread += text
         if hit == self._opening:
             self._open(hit)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.message import MessageReader
@@ -157,6 +157,12 @@ SCRAPS += [
 
 @every_dialect
 @given(scraps=st.lists(st.sampled_from(SCRAPS), max_size=14))
+@example(
+    scraps=[
+        *('<｜DSML｜invoke name="', "</arg_key>", "</｜DSML｜invoke>"),
+        '<｜DSML｜parameter name="city" string="true">',
+    ]
+)
 def test_any_text_is_read_alike_in_pieces(dialect: str, scraps: list[str]) -> None:
     text = "".join(scraps)
     assert read(dialect, [*text]) == read(dialect, [text]) == read(dialect, scraps)
