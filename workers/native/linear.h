@@ -63,6 +63,7 @@ struct SharedLinear {
     const int64_t least = kLeastBytes / (sizeof(Element) * kOutputs * num_inputs) + 1;
     blocks_together = std::max(least, (num_blocks(num_outputs) + kMostParts - 1) / kMostParts);
     const int64_t width = blocks_together * kOutputs, num_parts = (num_outputs + width - 1) / width;
+    if (num_parts < 2) return false;
     Given given;
     given.put(this, 1);
     for (int64_t row = 0; row < num_rows; ++row) given.put(x.first + row * x.stride, num_inputs);

@@ -24,7 +24,10 @@ pytestmark = pytest.mark.native
 
 EPS = 1e-6
 NAMES = {"rms_norm", "add_rms_norm", "rotate", "rotate_storing", "store_kv", "swiglu"}
-SPECIAL = (0.0, -0.0, 1e-37, 88.8, -88.8, 3e38, -3e38, float("inf"), float("-inf"), float("nan"))
+SPECIAL = (
+    *(0.0, -0.0, 1e-37, 1e-30, 2.0, 88.8, -88.8, 90.0, -90.0, 3e38, -3e38),
+    *(float("inf"), float("-inf"), float("nan")),
+)
 ROWS, SIZES, SEEDS = st.integers(0, 5), st.integers(1, 150), st.integers(0, 2**30)
 REST = st.sampled_from([0, 0, 2, 7, 40])
 """Elements of a head that are not rotated."""

@@ -217,9 +217,8 @@ def test_dp_ranks_replay_steps_of_one_size(
     tmp_path: Path, family: str, parallel: ParallelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank has three requests and the other has one, then none. Each gets the same result as a rank alone."""
-    monkeypatch.setattr(
-        "workers.engine.decode_graphs._most_requests", lambda _: 4
-    )  # as if native code computed the experts
+    # As if native code computed the experts.
+    monkeypatch.setattr("workers.engine.decode_graphs._most_requests", lambda _: 4)
     folder = make_checkpoint(tmp_path, family)
     three = [Request([5], 6, [4, 1], True), Request([7], 0, [2], True), Request([9], 3, [5], True)]
     by_rank = [[three, three[:1]], [[Request([11], 5, [0, 3], True)], []]]

@@ -328,6 +328,13 @@ def test_pools_that_allow_capture(text: dict[str, Any], reason: str) -> None:
     assert not captures_decode(config, config.prefill, DENSE)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_experts_can_be_captured_on_any_device(device: str) -> None:
+    config, model = DeployConfig.model_validate({"resources": {"device": device}}), replace(DENSE, num_experts=4)
+    assert not why_not_captured(config, config.decode, model)
+    assert captures_decode(config, config.decode, model)
+
+
 @pytest.mark.parametrize(("parallel", "reason"), [({}, ""), ({"tp": 2}, "tokens sent to experts")])
 def test_steps_that_send_tokens_to_experts_are_not_captured(parallel: dict[str, int], reason: str) -> None:
     resources = {"device": "cuda", "moe_dispatch": "all_to_all"}
