@@ -43,8 +43,11 @@ class TaggedParser:
     def push(self, text: str) -> list[Event]:
         rest: str | None = text
         while rest is not None:
-            before, rest = self._scanner.push(rest)
-            self._read(before, None if rest is None else self._scanner.hit)
+            scanner = self._scanner
+            before, rest = scanner.push(rest)
+            self._read(before, None if rest is None else scanner.hit)
+            if rest is None and scanner is not self._scanner:
+                rest = scanner.flush() or None  # the beginning of a marker that is no longer expected
         return self._take_events()
 
     def flush(self) -> list[Event]:

@@ -148,6 +148,8 @@ TEXTS = st.lists(st.sampled_from(SCRAPS), max_size=12).map("".join)
 
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=8), data=st.data())
 @example(text='{"name": "get", "arguments": {"x": "}"}}', cuts=[20], data=None)
+@example(text="<tool_call>a<", cuts=[12], data=None)
+@example(text="<tool_call>{ <think>", cuts=[14], data=None)
 def test_any_pieces_give_the_same_message(text: str, cuts: list[int], data: st.DataObject | None) -> None:
     dialects = [None, *DIALECTS] if data is None else [data.draw(st.sampled_from([None, *DIALECTS]))]
     for dialect in dialects:
