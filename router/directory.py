@@ -178,11 +178,6 @@ class LoadBook:
         self._tokens_of: dict[tuple[ReplicaId, Incarnation, str], int] = {}
         """Tokens of each tenant at each replica."""
 
-    @property
-    def is_empty(self) -> bool:
-        """True if no replica has an open request."""
-        return not self._lines
-
     def add(self, peer: Peer, num_tokens: int, tenant: str = "") -> None:
         self._change(peer, 1, num_tokens, tenant)
 

@@ -159,9 +159,6 @@ class Picker:
         self._load = load
         self._breakers = breakers
         self._skip_below_tokens = config.prefill.skip_below_tokens
-        prefill, decode = config.prefill.parallel, config.decode.parallel
-        self._prefill_share = decode.tp / (prefill.cp * prefill.tp)
-        """Computation of a token by each rank of prefill, as a fraction of that by each rank of decode."""
         needs_keys = {role: name == _PREFIX_AWARE for role, name in names.items()}
         needs_keys[Role.DECODE] |= self._skip_below_tokens > 0
         self.prefix_roles = [role for role in names if needs_keys[role] and config.kv.prefix_cache]
@@ -189,14 +186,11 @@ class Picker:
         with_pages = [peer for peer in decodes if self._has_pages(peer, request.max_len, request.tenant)]
         decode = self._choose(Role.DECODE, with_pages or decodes, request, room)
         # Pages in storage do not count, since they may come too late.
-        uncached = len(request.prompt_ids) - decode.pages.in_memory * self._page_size
-        is_short = uncached < self._skip_below_tokens
-        if request.is_probe or (is_short and not self._load.is_empty):
+        num_uncached = len(request.prompt_ids) - decode.pages.in_memory * self._page_size
+        if request.is_probe or num_uncached < self._skip_below_tokens:
             return Placement(prefill=None, decode=decode.peer)
         with_room = [peer for peer in prefills if self._has_room(peer)]
         prefill = self._choose(Role.PREFILL, with_room or prefills, request, room)
-        if is_short and uncached <= (len(request.prompt_ids) - prefill.cached_tokens) * self._prefill_share:
-            return Placement(prefill=None, decode=decode.peer)
         known = KnownTokens(sum(prefill.pages) * self._page_size, prefill.pages.in_memory * self._page_size)
         return Placement(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens, known=known)
 

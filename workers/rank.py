@@ -9,7 +9,6 @@ from pathlib import Path
 from cluster.grammar import Grammars
 from cluster.spec.decode_graphs import captures_decode, why_not_captured
 from cluster.spec.env import CACHE_DIR
-from cluster.spec.ids import Role
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
@@ -20,7 +19,7 @@ from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.device import Device, open_device
 from workers.engine.calibration import measured_rates
 from workers.engine.captures import Capture, capture_maker
-from workers.engine.native_kernels import choose_kernels, start_helpers
+from workers.engine.native_kernels import choose_kernels, num_helpers_of, start_helpers
 from workers.engine.pool_memory import pool_memory_gib
 from workers.engine.rank_groups import RankGroups, join_groups
 from workers.engine.runner import ModelRunner
@@ -110,7 +109,8 @@ def _load(
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
     if grammars is not None:
         grammars.wait()  # it would disturb the measurements, and then hold up signs of life
-    attention = _open_attention(spec, model, geometry)
+    num_helpers = num_helpers_of(config.resources.attention, device, spec.world_size)
+    attention = _open_attention(spec, model, geometry, num_helpers)
     limits = model_config.limits
     make_capture = capture_maker(device) if captures_decode(config, spec.pool, limits) else None
     memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)
@@ -138,18 +138,14 @@ def _load(
         grammars=grammars,
         groups=groups,
         pinned=pinned,
-        stop_helpers=_start_helpers(spec, device),
+        stop_helpers=start_helpers(num_helpers, memory.pool.bytes),
     )
 
 
-def _open_attention(spec: WorkerSpec, model: DecoderModel, geometry: KvGeometry) -> AttentionBackend:
-    choice = choose_kernels(spec.config.resources.attention, model, geometry)
+def _open_attention(spec: WorkerSpec, model: DecoderModel, geometry: KvGeometry, num_helpers: int) -> AttentionBackend:
+    choice = choose_kernels(spec.config.resources.attention, model, geometry, num_helpers)
     _log.info("attention backend %s: %s", choice.name, choice.reason)
     return choice.backend
-
-
-def _start_helpers(spec: WorkerSpec, device: Device) -> Callable[[], object]:
-    return start_helpers(spec.config.resources.attention, device) if spec.role is Role.DECODE else lambda: None
 
 
 def _pool_layout(spec: WorkerSpec, geometry: KvGeometry, memory_gib: float) -> PoolLayout:

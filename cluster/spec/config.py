@@ -174,7 +174,7 @@ class PrefillConfig(PoolConfig):
     chunk_tokens: ChunkTokens = 8192
     """Maximum number of tokens in one step of each DP rank, over all requests."""
     skip_below_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
-    """Number of uncached prompt tokens below which decode computes a prompt unless all replicas are idle; 0: never."""
+    """Number of uncached prompt tokens below which decode computes a prompt itself, without prefill; 0 for never."""
     max_queued_tokens: PositiveInt = 8_388_608
     """Maximum number of prompt tokens that wait at one replica; when all are full, requests wait in the router."""
 
@@ -246,8 +246,8 @@ class ResourcesConfig(Node):
     cpus_per_worker: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] = 1.0
     """Number of Ray CPUs reserved for each worker."""
     threads_per_worker: PositiveInt = 1
-    """Number of compute threads of each worker on a CPU. With 1, a decode worker also lets threads of the lowest
-    priority share its steps while cores are idle."""
+    """Number of compute threads of each worker on a CPU. With 1, threads of the lowest priority also share its steps
+    while cores are idle, if there are more cores than its replica has ranks."""
     gpus_per_worker: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     """Fraction of a GPU for each worker. Below 1, workers share a GPU and exchange tensors through host memory."""
     gpu_memory_gib: MemoryGib = 139.0

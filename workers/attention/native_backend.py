@@ -150,12 +150,7 @@ class _NativeGraph:
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         result, kv = unwritten_partial(query, value_pages.shape[-1]), (key_pages, value_pages)
         tables, page_size = self._tables, self._page_size
-        self._library.attend(
-            *(self._items, tables, page_size, query, *kv, *result),
-            scale=params.scale,
-            overwrites=True,
-            is_shared=True,  # the pool lives as long as the worker
-        )
+        self._library.attend(self._items, tables, page_size, query, *kv, *result, scale=params.scale, overwrites=True)
         return result
 
 

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from workers.native.library import DTYPES, Library
 
 _log = logging.getLogger(__name__)
 
-_ROWS = {1: 1, 4: 4, 16: 16, 64: 64, 512: 512, 2048: sys.maxsize}
+_ROWS = {1: 1, 4: 4, 16: 16, 64: 64, 512: 512, 1024: 1024, 2048: sys.maxsize}
 """Numbers of rows that are measured, and up to how many rows each of them stands for."""
 _SAMPLE_BYTES = 64 << 20
 """Bytes of weights to multiply by, which are more than a core's caches hold."""
@@ -34,6 +33,8 @@ _MANY_ROWS = 512
 """Number of rows above which oneDNN's preparation is short in comparison."""
 _MOST_HELPERS = 3
 """Maximum number of helpers per worker. With more, cores would wait for memory."""
+_MOST_WITH_HELPERS = 1.25
+"""Maximum time of native code, as a multiple of oneDNN's, if helpers can share it: a single one saves a third."""
 _ROUNDS = 3
 """Number of measurements of both, in turns, since other workers start at the same time."""
 _MOST_SLOWDOWN = 1.05
@@ -44,7 +45,9 @@ _MOST_OF_MANY = 0.95
 """Maximum for more than _MANY_ROWS rows, for which native code is slower in whole layers than with a few weights."""
 
 
-def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvGeometry) -> BackendChoice:
+def choose_kernels(
+    setting: AttentionSetting, model: DecoderModel, geometry: KvGeometry, num_helpers: int = 0
+) -> BackendChoice:
     """Choose the attention backend, and rearrange the model's weights for fast products. On a CPU, let native code
     compute norms, gates and products, too.
 
@@ -59,37 +62,43 @@ def choose_kernels(setting: AttentionSetting, model: DecoderModel, geometry: KvG
             elementwise.register(model.device, model.dtype, library)
     model.pack(library)
     if library is not None:
-        use_native_products(model, library)
+        use_native_products(model, library, num_helpers)
     return choice
 
 
-def start_helpers(setting: AttentionSetting, device: Device) -> Callable[[], object]:
-    """Let threads of the lowest priority share a CPU's decode steps while cores are idle.
+def num_helpers_of(
+    setting: AttentionSetting, device: Device, num_ranks: int, quota: Path = Path("/sys/fs/cgroup/cpu.max")
+) -> int:
+    """Return the number of helpers of each rank of a replica: none on a GPU, without native code, if the worker has
+    several threads, or with a quota, of which helpers would take. All ranks compute at the same time.
+    """
+    has_quota = quota.is_file() and not quota.read_text().startswith("max")
+    is_alone = sys.platform == "linux" and torch.get_num_threads() == 1 and not has_quota
+    if not is_alone or device.has_own_memory or setting is AttentionSetting.TORCH:
+        return 0
+    return min(max(len(os.sched_getaffinity(0)) // num_ranks - 1, 0), _MOST_HELPERS)
+
+
+def start_helpers(count: int, pool: Tensor) -> Callable[[], object]:
+    """Let threads of the lowest priority share a CPU's steps while cores are idle. ``pool`` holds all keys and values.
 
     Returns a function that stops them.
     """
-    count = num_helpers()
-    if not count or setting is AttentionSetting.TORCH or device.has_own_memory:
+    if not count:
         return lambda: None
     try:
         library = Library.load()
     except CannotCompileError:
         return lambda: None
-    if library.start_helpers(count):
-        _log.info("up to %d idle cores share decode steps", count)
-    return partial(library.start_helpers, 0)
+    if library.start_helpers(count, pool):
+        _log.info("up to %d idle cores share steps", count)
+    return library.stop_helpers
 
 
-def num_helpers(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the number of helpers: none if the worker has several threads, or a quota, of which helpers would take."""
-    has_quota = quota.is_file() and not quota.read_text().startswith("max")
-    if sys.platform != "linux" or torch.get_num_threads() > 1 or has_quota:
-        return 0
-    return min(len(os.sched_getaffinity(0)) - 1, _MOST_HELPERS)
-
-
-def use_native_products(model: DecoderModel, library: Library) -> None:
-    """Let native code multiply by weights in oneDNN's layout, for as many rows as it is about as fast or faster."""
+def use_native_products(model: DecoderModel, library: Library, num_helpers: int = 0) -> None:
+    """Let native code multiply by weights in oneDNN's layout, for as many rows as it is about as fast or faster, or not
+    much slower if helpers can share it.
+    """
     readable = [
         matrix
         for matrix in model.packed_matrices()
@@ -100,7 +109,7 @@ def use_native_products(model: DecoderModel, library: Library) -> None:
     # A step multiplies only a few rows by the head, which can be larger than all layers.
     head = model.lm_head.packed if model.is_last else None
     layers = [matrix for matrix in readable if matrix is not head]
-    measured = takewhile(lambda num_rows: _is_fast(model.device, library, layers, num_rows), _ROWS)
+    measured = takewhile(lambda num_rows: _is_fast(model.device, library, layers, num_rows, num_helpers), _ROWS)
     most_rows = max((_ROWS[num_rows] for num_rows in measured), default=0)
     native = NativeProducts(library, most_rows)
     for matrix in readable:
@@ -108,7 +117,9 @@ def use_native_products(model: DecoderModel, library: Library) -> None:
     _log.info("native code multiplies %s rows by weights", "all" if native.takes_all else f"up to {most_rows}")
 
 
-def _is_fast(device: Device, library: Library, matrices: Sequence[PackedMatrix], num_rows: int) -> bool:
+def _is_fast(
+    device: Device, library: Library, matrices: Sequence[PackedMatrix], num_rows: int, num_helpers: int
+) -> bool:
     sample = _sample(matrices, _SAMPLE_BYTES * _ROWS_OF_SAMPLE // max(num_rows, _ROWS_OF_SAMPLE))
     inputs = {size: torch.zeros(num_rows, size, dtype=torch.bfloat16) for size in {each.shape[1] for each in sample}}
 
@@ -123,7 +134,7 @@ def _is_fast(device: Device, library: Library, matrices: Sequence[PackedMatrix],
     onednn = product(PackedMatrix.multiply_with_onednn)
     onednn()  # prepares its code for these shapes
     rounds = [(device.least_s(native), device.least_s(onednn)) for _ in range(_ROUNDS)]
-    most = _MOST_SLOWDOWN if num_rows <= _MANY_ROWS else _MOST_OF_MANY
+    most = _MOST_WITH_HELPERS if num_helpers else _MOST_SLOWDOWN if num_rows <= _MANY_ROWS else _MOST_OF_MANY
     return min(native_s for native_s, _ in rounds) <= most * min(onednn_s for _, onednn_s in rounds)
 
 

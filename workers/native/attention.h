@@ -3,89 +3,136 @@
 
 #pragma once
 
+#include <vector>
+
 #include "helpers.h"
 #include "attention_tile.h"
 
 namespace {
 
-// Attention with one small tile per item and head. What helpers are given is a Header, then items, page numbers, and
-// queries.
+// Some rows of an item for one kv head.
+struct TilePart {
+  int64_t item, head, first_row, num_rows;
+};
+
+std::vector<TilePart> parts_of(const Attention& a, int64_t most_rows) {
+  std::vector<TilePart> parts;
+  for (int64_t item = 0; item < a.num_items; ++item) {
+    const int64_t num_rows = a.items[item].num_queries * a.groups;
+    for (int64_t head = 0; head < a.kv_heads; ++head)
+      for (int64_t row = 0; row < num_rows; row += most_rows)
+        parts.push_back({item, head, row, std::min(most_rows, num_rows - row)});
+  }
+  return parts;
+}
+
+Tile tile_of(const Attention& a, const TilePart& part, const Scratch& scratch) {
+  return Tile(a, a.items[part.item], part.head, part.first_row, part.num_rows, scratch);
+}
+
+constexpr int64_t kMostSharedTiles = 64;  // Tiles whose queries are copied at a time.
+
+// Tiles that helpers can take. What they are given is a Header, then items, parts, and page numbers. The queries of
+// each part are in the memory to share: the heads of each token from the first row's on.
 class SharedAttention {
   struct Header {
     Attention attention;
-    int64_t num_pages;
+    int64_t num_parts, queries_per_part;
   };
 
  public:
-  // Return whether the tiles are small, and there is enough to read.
+  // Return whether keys and values outlive helpers, and there is enough to read.
   static bool suits(const Attention& a) {
-    int64_t most_rows = 0, num_keys = 0;
-    for (const Item* item = a.items; item < a.items + a.num_items; ++item)
-      most_rows = std::max(most_rows, item->num_queries * a.groups), num_keys += item->num_keys;
-    return most_rows <= kFewRows && num_keys * a.kv_heads * (a.key_dim + a.value_dim) >= kLeastShared;
+    int64_t num_keys = 0;
+    for (const Item* item = a.items; item < a.items + a.num_items; ++item) num_keys += item->num_keys;
+    return num_keys * a.kv_heads * (a.key_dim + a.value_dim) >= kLeastShared && outlives_helpers(a.key) &&
+           outlives_helpers(a.value);
   }
 
-  explicit SharedAttention(const Attention& a) : a_(a), size_(kFewRows * (a.value_dim + 2)) {
-    Header header = {a, 0};
-    header.attention.query_head_stride = a.key_dim;
-    header.attention.query_stride = a.kv_heads * a.groups * a.key_dim;
-    for (const Item* item = a.items; item < a.items + a.num_items; ++item) header.num_pages += pages_of(*item);
-    given_.put(&header, 1);
-    int64_t num_tokens = 0, num_pages = 0;
-    for (const Item* item = a.items; item < a.items + a.num_items; ++item) {
-      const Item copy = {num_tokens,     item->num_queries, num_pages, item->first_key % a.page_size,
-                         item->num_keys, item->ahead,       item->step};
-      given_.put(&copy, 1);
-      num_pages += pages_of(*item), num_tokens += item->num_queries;
-    }
-    for (const Item* item = a.items; item < a.items + a.num_items; ++item)
-      given_.put(a.tables + item->table + item->first_key / a.page_size, pages_of(*item));
-    for (const Item* item = a.items; item < a.items + a.num_items; ++item)
-      for (int64_t token = item->first_query; token < item->first_query + item->num_queries; ++token)
-        for (int64_t head = 0; head < a.kv_heads * a.groups; ++head)
-          given_.put(a.query + token * a.query_stride + head * a.query_head_stride, a.key_dim);
+  SharedAttention(const Attention& a, const TilePart* parts, int64_t num_parts, const Scratch& scratch)
+      : a_(a), parts_(parts), num_parts_(num_parts), scratch_(scratch) {
+    for (const Item* item = a.items; item < a.items + a.num_items; ++item) num_pages_ += pages_of(*item);
+    for (const TilePart* part = parts; part < parts + num_parts; ++part)
+      most_rows_ = std::max(most_rows_, part->num_rows);
   }
 
-  Work work() const { return {compute, given_, a_.num_items * a_.kv_heads, size_}; }
-
-  void write(int64_t part, const float* result) const {
-    const Item& item = a_.items[part / a_.kv_heads];
-    for (int64_t row = 0; row < item.num_queries * a_.groups; ++row, result += a_.value_dim + 2) {
-      const int64_t head = part % a_.kv_heads * a_.groups + row % a_.groups;
-      const int64_t to = (item.first_query + row / a_.groups) * a_.kv_heads * a_.groups + head;
-      const Found found = {result, result[a_.value_dim], result[a_.value_dim + 1]};
-      write_row(found, a_.value_dim, a_.overwrites, a_.out + to * a_.value_dim, a_.lse + to);
-    }
+  // Let helpers take parts. Return false if they cannot.
+  bool share() const {
+    const int64_t queries_per_part = (most_rows_ / a_.groups + 2) * a_.groups * a_.key_dim;
+    const auto queries = (Element*)memory_to_share(num_parts_ * queries_per_part * sizeof(Element));
+    const int64_t num_given = a_.num_items * sizeof(Item) + num_parts_ * sizeof(TilePart) + num_pages_ * sizeof(int64_t);
+    if (!queries || num_given + sizeof(Header) > kMostGivenBytes) return false;
+    for (int64_t part = 0; part < num_parts_; ++part) copy_queries(parts_[part], queries + part * queries_per_part);
+    Given given;
+    give(given, {a_, num_parts_, queries_per_part}, queries);
+    const auto compute = [&](int64_t part) { tile_of(a_, parts_[part], scratch_).attend(); };
+    return share_with_helpers({compute_part, given, num_parts_, most_rows_ * (a_.value_dim + 2)}, compute,
+                              [&](int64_t part, const float* result) { write(parts_[part], result); });
   }
 
  private:
   static constexpr int64_t kLeastShared = 1 << 17;  // Elements of keys and values.
 
+  void copy_queries(const TilePart& part, Element* to) const {
+    const int64_t first = a_.items[part.item].first_query;
+    const int64_t end = (part.first_row + part.num_rows - 1) / a_.groups + 1;
+    for (int64_t query = part.first_row / a_.groups; query < end; ++query)
+      for (int64_t head = part.head * a_.groups; head < (part.head + 1) * a_.groups; ++head, to += a_.key_dim)
+        std::copy_n(a_.query + (first + query) * a_.query_stride + head * a_.query_head_stride, a_.key_dim, to);
+  }
+
+  void give(Given& given, Header header, const Element* queries) const {
+    header.attention.query = queries;
+    header.attention.query_head_stride = a_.key_dim;
+    header.attention.query_stride = a_.groups * a_.key_dim;
+    given.put(&header, 1);
+    int64_t num_pages = 0;
+    for (const Item* item = a_.items; item < a_.items + a_.num_items; ++item) {
+      Item copy = *item;
+      copy.table = num_pages, copy.first_key %= a_.page_size;
+      given.put(&copy, 1);
+      num_pages += pages_of(*item);
+    }
+    given.put(parts_, num_parts_);
+    for (const Item* item = a_.items; item < a_.items + a_.num_items; ++item)
+      given.put(a_.tables + item->table + item->first_key / a_.page_size, pages_of(*item));
+  }
+
   int64_t pages_of(const Item& item) const {
     return (item.first_key % a_.page_size + item.num_keys + a_.page_size - 1) / a_.page_size;
   }
 
-  static void compute(const char* given, int64_t part, float* result) {
+  static void compute_part(const char* given, int64_t index, float* result) {
     const Header& header = *(const Header*)given;
     Attention a = header.attention;
-    a.items = (const Item*)(given + sizeof header);
-    a.tables = (const int64_t*)(a.items + a.num_items);
-    a.query = (const Element*)(a.tables + header.num_pages);
-    const Item& item = a.items[part / a.kv_heads];
-    const int64_t num_rows = item.num_queries * a.groups;
+    const auto items = (const Item*)(given + sizeof header);
+    const auto parts = (const TilePart*)(items + a.num_items);
+    const TilePart& part = parts[index];
+    Item item = items[part.item];
+    item.first_query = -(part.first_row / a.groups);
+    a.tables = (const int64_t*)(parts + header.num_parts);
+    a.query += index * header.queries_per_part - part.head * a.groups * a.key_dim;
     const Scratch scratch(a.key_dim, a.value_dim, a.scale);
-    Tile tile(a, item, part % a.kv_heads, 0, num_rows, scratch);
+    Tile tile(a, item, part.head, part.first_row, part.num_rows, scratch);
     tile.compute();
-    for (int64_t row = 0; row < num_rows; ++row, result += a.value_dim + 2) {
+    for (int64_t row = 0; row < part.num_rows; ++row, result += a.value_dim + 2) {
       const Found found = tile.result(row);
       std::copy_n(found.out, a.value_dim, result);
       result[a.value_dim] = found.sum, result[a.value_dim + 1] = found.reference;
     }
   }
 
+  void write(const TilePart& part, const float* result) const {
+    const Tile tile = tile_of(a_, part, scratch_);
+    for (int64_t row = 0; row < part.num_rows; ++row, result += a_.value_dim + 2)
+      tile.write(row, {result, result[a_.value_dim], result[a_.value_dim + 1]});
+  }
+
   const Attention& a_;
-  const int64_t size_;
-  Given given_;
+  const TilePart* parts_;
+  const int64_t num_parts_;
+  int64_t num_pages_ = 0, most_rows_ = 0;
+  const Scratch& scratch_;
 };
 
 }  // namespace
@@ -93,22 +140,16 @@ class SharedAttention {
 // Process tiles until none is left. Several threads may share one Attention if no two items share a query. Returns 0,
 // or 1 if memory runs out.
 extern "C" int EXPORT(attend)(const Attention* a) {
-  if (a->is_shared && may_share() && SharedAttention::suits(*a)) {
-    const SharedAttention shared(*a);
-    if (share_with_helpers(shared.work(), [&](int64_t part, const float* result) { shared.write(part, result); }))
-      return 0;
-  }
-  Scratch scratch(a->key_dim, a->value_dim, a->scale);
+  const Scratch scratch(a->key_dim, a->value_dim, a->scale);
   if (!scratch.memory) return 1;
-  int64_t first = 0;
-  int64_t mine = __atomic_fetch_add(a->next_tile, 1, __ATOMIC_RELAXED);
-  for (const Item* item = a->items; item < a->items + a->num_items; ++item) {
-    const int64_t rows = item->num_queries * a->groups, tiles = (rows + scratch.rows - 1) / scratch.rows;
-    for (; mine < first + tiles * a->kv_heads; mine = __atomic_fetch_add(a->next_tile, 1, __ATOMIC_RELAXED)) {
-      const int64_t head = (mine - first) / tiles, row = (mine - first) % tiles * scratch.rows;
-      Tile(*a, *item, head, row, std::min(scratch.rows, rows - row), scratch).attend();
-    }
-    first += tiles * a->kv_heads;
+  const std::vector<TilePart> parts = parts_of(*a, scratch.rows);
+  const bool is_shared = SharedAttention::suits(*a);
+  const int64_t together = is_shared ? kMostSharedTiles : 1;
+  const auto next = [&] { return __atomic_fetch_add(a->next_tile, together, __ATOMIC_RELAXED); };
+  for (int64_t first = next(); first < int64_t(parts.size()); first = next()) {
+    const int64_t count = std::min<int64_t>(together, parts.size() - first);
+    if (is_shared && SharedAttention(*a, &parts[first], count, scratch).share()) continue;
+    for (int64_t part = first; part < first + count; ++part) tile_of(*a, parts[part], scratch).attend();
   }
   return 0;
 }

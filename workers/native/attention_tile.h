@@ -27,7 +27,6 @@ struct Attention {
   const Item* items;
   int64_t* next_tile;  // Shared by all threads of one call.
   int64_t overwrites;  // Whether all results are written over, instead of merged into a partial.
-  int64_t is_shared;   // Whether helpers may take a part, since keys and values live longer than they.
   int64_t num_items, page_size, kv_heads, groups, key_dim, value_dim, query_stride, query_head_stride;
   Strides key_strides, value_strides;
   float scale;
@@ -86,10 +85,12 @@ class Tile {
 
   void attend() {
     compute();
-    for (int64_t row = 0; row < num_rows_; ++row) {
-      const int64_t to = token(row) * a_.kv_heads * a_.groups + query_head(row);
-      write_row(result(row), a_.value_dim, a_.overwrites, a_.out + to * a_.value_dim, a_.lse + to);
-    }
+    for (int64_t row = 0; row < num_rows_; ++row) write(row, result(row));
+  }
+
+  void write(int64_t row, const Found& found) const {
+    const int64_t to = token(row) * a_.kv_heads * a_.groups + query_head(row);
+    write_row(found, a_.value_dim, a_.overwrites, a_.out + to * a_.value_dim, a_.lse + to);
   }
 
   void compute() {

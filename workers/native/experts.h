@@ -32,6 +32,13 @@ struct Experts {
   Element* answer(int64_t choice) const { return answers + choice * hidden_size; }
 };
 
+constexpr int64_t kMostPartRows = 256;  // Rows of a part, at most.
+
+// Some choices of an expert, from an index in `order` on.
+struct ExpertPart {
+  int64_t expert, first, num_rows;
+};
+
 // Memory of a thread for some rows of an expert.
 struct ExpertRows {
   const Experts& layer;
@@ -42,15 +49,21 @@ struct ExpertRows {
 
   ExpertRows(const Experts& experts, int64_t num_rows)
       : layer(experts), hidden(num_rows, layer.hidden_size), inner(num_rows, layer.inner_size),
-        rows_together(std::min({num_rows, hidden.rows_together, inner.rows_together})),
+        rows_together(std::min({num_rows, kMostPartRows, hidden.rows_together, inner.rows_together})),
         memory(rows_together * 3 * layer.inner_size * sizeof(Element) + 2 * 64),
         gate_up(memory.take<Element>(rows_together * 2 * layer.inner_size)),
         opened(memory.take<Element>(rows_together * layer.inner_size)) {}
 
+  void answer(const ExpertPart& part) {
+    answer(part, [&](int64_t row) { return layer.answer(layer.order[part.first + row]); });
+  }
+
   // Answer some choices of an expert. `out` returns the address of a row's answer.
   template <class Out>
-  void answer(int64_t expert, const int64_t* choices, int64_t num_rows, Out out) {
+  void answer(const ExpertPart& part, Out out) {
+    const auto [expert, first, num_rows] = part;
     const auto [hidden_size, inner_size] = std::pair(layer.hidden_size, layer.inner_size);
+    const int64_t* choices = layer.order + first;
     hidden.read_from([&](int64_t row) { return layer.hidden + choices[row] / layer.top_k * layer.hidden_stride; },
                      num_rows);
     multiply(hidden, num_rows, {layer.gate_up[expert], layer.gate_up_width, layer.gate_up_stride}, hidden_size,
@@ -67,62 +80,60 @@ struct ExpertRows {
   }
 };
 
-// Experts of a few tokens, each of which a helper can compute. What helpers are given is a Header, then numbers of
-// experts that are used, ends, order, addresses of weights, and tokens.
-class SharedExperts {
+std::vector<ExpertPart> parts_of(const Experts& layer, int64_t most_rows) {
+  std::vector<ExpertPart> parts;
+  for (int64_t expert = 0; expert < layer.num_experts; ++expert) {
+    const int64_t count = layer.num_rows(expert), num_parts = round_up(count, most_rows) / most_rows;
+    for (int64_t part = 0; part < num_parts; ++part) {
+      const int64_t first = count * part / num_parts, end = count * (part + 1) / num_parts;
+      parts.push_back({expert, layer.begin(expert) + first, end - first});
+    }
+  }
+  return parts;
+}
+
+// Parts that helpers can take. What helpers are given is a Header, then parts, order, and addresses of weights.
+struct SharedExperts {
   struct Header {
     Experts layer;
-    int64_t num_used;
+    int64_t num_parts;
   };
 
- public:
-  explicit SharedExperts(const Experts& layer) : layer_(layer) {
-    for (int64_t expert = 0; expert < layer.num_experts; ++expert)
-      if (layer.num_rows(expert)) used_.push_back(expert), most_rows_ = std::max(most_rows_, layer.num_rows(expert));
-  }
-
-  // Let helpers take experts. Return false if they cannot.
-  bool share() const {
-    const int64_t num_experts = layer_.num_experts, num_used = used_.size();
-    const Header header = {layer_, num_used};
+  // Let helpers take parts. Return false if they cannot.
+  static bool share(const Experts& layer, const std::vector<ExpertPart>& parts, ExpertRows& rows) {
+    const int64_t size = layer.hidden_size;
+    const auto memory = (Element*)memory_to_share(layer.num_tokens * size * sizeof(Element));
+    if (!memory) return false;
+    for (int64_t token = 0; token < layer.num_tokens; ++token)
+      std::copy_n(layer.hidden + token * layer.hidden_stride, size, memory + token * size);
+    Header header = {layer, int64_t(parts.size())};
+    header.layer.hidden = memory, header.layer.hidden_stride = size;
     Given given;
     given.put(&header, 1);
-    given.put(used_.data(), num_used);
-    given.put(layer_.ends, num_experts);
-    given.put(layer_.order, layer_.num_tokens * layer_.top_k);
-    given.put(layer_.gate_up, num_experts);
-    given.put(layer_.down, num_experts);
-    for (int64_t token = 0; token < layer_.num_tokens; ++token)
-      given.put(layer_.hidden + token * layer_.hidden_stride, layer_.hidden_size);
-    const int64_t result_size = most_rows_ * layer_.hidden_size * sizeof(Element) / sizeof(float);
-    return share_with_helpers({compute, given, num_used, result_size}, [&](int64_t part, const float* result) {
-      const int64_t begin = layer_.begin(used_[part]);
-      for (int64_t row = 0; row < layer_.num_rows(used_[part]); ++row)
-        std::copy_n((const Element*)result + row * layer_.hidden_size, layer_.hidden_size,
-                    layer_.answer(layer_.order[begin + row]));
-    });
+    given.put(parts.data(), parts.size());
+    given.put(layer.order, layer.num_tokens * layer.top_k);
+    given.put(layer.gate_up, layer.num_experts);
+    given.put(layer.down, layer.num_experts);
+    const auto accept = [&](int64_t index, const float* result) {
+      const ExpertPart& part = parts[index];
+      for (int64_t row = 0; row < part.num_rows; ++row)
+        std::copy_n((const Element*)result + row * size, size, layer.answer(layer.order[part.first + row]));
+    };
+    const int64_t result_size = rows.rows_together * size * sizeof(Element) / sizeof(float);
+    return share_with_helpers({compute_part, given, header.num_parts, result_size},
+                              [&](int64_t part) { rows.answer(parts[part]); }, accept);
   }
 
- private:
-  static void compute(const char* given, int64_t part, float* result) {
+  static void compute_part(const char* given, int64_t index, float* result) {
     const Header& header = *(const Header*)given;
     Experts layer = header.layer;
-    const int64_t* used = (const int64_t*)(given + sizeof header);
-    layer.ends = const_cast<int64_t*>(used + header.num_used);
-    layer.order = layer.ends + layer.num_experts;
+    const auto parts = (const ExpertPart*)(given + sizeof header);
+    layer.order = (int64_t*)(parts + header.num_parts);
     layer.gate_up = (const Element* const*)(layer.order + layer.num_tokens * layer.top_k);
     layer.down = layer.gate_up + layer.num_experts;
-    layer.hidden = (const Element*)(layer.down + layer.num_experts);
-    layer.hidden_stride = layer.hidden_size;
-    const int64_t num_rows = layer.num_rows(used[part]);
-    ExpertRows rows(layer, num_rows);
-    rows.answer(used[part], layer.order + layer.begin(used[part]), num_rows,
-                [&](int64_t row) { return (Element*)result + row * layer.hidden_size; });
+    ExpertRows rows(layer, parts[index].num_rows);
+    rows.answer(parts[index], [&](int64_t row) { return (Element*)result + row * layer.hidden_size; });
   }
-
-  const Experts& layer_;
-  std::vector<int64_t> used_;
-  int64_t most_rows_ = 0;
 };
 
 }  // namespace
@@ -172,24 +183,15 @@ extern "C" void EXPORT(order_choices)(const Experts* layer) {
 
 // Answer ordered choices. Threads that call this share the parts of the work.
 extern "C" void EXPORT(answer_choices)(const Experts* layer) {
-  if (may_share() && layer->num_tokens <= kMostSharedRows && SharedExperts(*layer).share()) return;
   int64_t most_rows = 0;
   for (int64_t expert = 0; expert < layer->num_experts; ++expert)
     most_rows = std::max(most_rows, layer->num_rows(expert));
   if (!most_rows) return;
   ExpertRows rows(*layer, most_rows);
-  int64_t mine = __atomic_fetch_add(layer->next_part, 1, __ATOMIC_RELAXED), index = 0;
-  for (int64_t expert = 0; expert < layer->num_experts; ++expert) {
-    const int64_t begin = layer->begin(expert), count = layer->num_rows(expert);
-    const int64_t num_parts = round_up(count, rows.rows_together) / rows.rows_together;
-    for (int64_t part = 0; part < num_parts; ++part, ++index) {
-      if (index != mine) continue;
-      const int64_t first = count * part / num_parts, end = count * (part + 1) / num_parts;
-      const int64_t* choices = layer->order + begin + first;
-      rows.answer(expert, choices, end - first, [&](int64_t row) { return layer->answer(choices[row]); });
-      mine = __atomic_fetch_add(layer->next_part, 1, __ATOMIC_RELAXED);
-    }
-  }
+  const std::vector<ExpertPart> parts = parts_of(*layer, rows.rows_together);
+  if (SharedExperts::share(*layer, parts, rows)) return;
+  const auto next = [&] { return __atomic_fetch_add(layer->next_part, 1, __ATOMIC_RELAXED); };
+  for (int64_t part = next(); part < int64_t(parts.size()); part = next()) rows.answer(parts[part]);
 }
 
 // Add up the answers to tokens begin to end.

@@ -17,7 +17,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kMostGivenBytes = 1 << 18, kMostResults = 1 << 22;
+constexpr int64_t kMostSharedBytes = 1 << 24, kMostResults = 1 << 22;
+constexpr std::chrono::microseconds kMostDelay{300};  // Time to wait for a helper beyond that of a short part.
 constexpr std::chrono::milliseconds kAwake{5};  // Time without work after which a helper sleeps.
 // Time in which nothing is shared: after no helper had taken a part, and after one was late, since cores are busy.
 constexpr std::chrono::microseconds kShortRest{100}, kLeastRest{500}, kMostRest{160'000};
@@ -46,12 +47,13 @@ struct Task {
 struct Helper {
   std::thread thread;
   std::vector<char> given;
-  std::vector<float> results;  // Those of parts that this helper has claimed in this version, by part.
+  std::unique_ptr<float[]> results{new float[kMostResults]};  // Of parts that it has claimed in this version, by part.
 };
 
 class Helpers {
  public:
-  explicit Helpers(int count) : helpers_(count) {
+  Helpers(int count, const char* lasting, int64_t num_lasting)
+      : helpers_(count), lasting_(lasting), num_lasting_(num_lasting) {
     for (int i = 0; i < count; ++i) helpers_[i].thread = std::thread([this, i] { run(i); });
   }
 
@@ -70,21 +72,17 @@ class Helpers {
     });
   }
 
-  bool share(const Work& work, const Accept& accept) {
-    if (work.num_parts < 2 || work.num_parts > kMostParts || work.given.size() > kMostGivenBytes ||
+  bool share(const Work& work, const Compute& compute, const Accept& accept) {
+    if (is_resting() || work.num_parts < 2 || work.num_parts > kMostParts || work.given.size() > kMostGivenBytes ||
         work.num_parts * work.result_size > kMostResults)
       return false;
     publish(work);
-    result_.resize(work.result_size);
-    const auto compute = [&](int64_t part) {
-      work.compute(work.given.data(), part, result_.data());
-      accept(part, result_.data());
-    };
     const auto begin = Clock::now();
     int64_t part = 0;
     for (; part < work.num_parts && take(part, state_of(version_, kFree)); ++part) compute(part);
     // Helpers have claimed the rest, since they begin with the last part. One that runs needs about as long for a part.
-    const auto patience = 4 * (Clock::now() - begin) / std::max<int64_t>(part, 1);
+    const auto time = (Clock::now() - begin) / std::max<int64_t>(part, 1);
+    const Clock::duration patience = std::min<Clock::duration>(4 * time, std::max<Clock::duration>(time, kMostDelay));
     const int64_t num_claimed = work.num_parts - part, helped_before = num_helped;
     for (; part < work.num_parts; ++part) {
       if (const float* result = result_of(part, work.result_size, patience)) {
@@ -98,12 +96,16 @@ class Helpers {
     return true;
   }
 
+  bool outlived_by(const char* address) const { return address >= lasting_ && address < lasting_ + num_lasting_; }
+
   int64_t num_helped = 0;  // Number of parts whose results came from helpers.
 
-  // Return whether helpers were of use lately, or it is time to try again. Where cores are busy, sharing costs a little.
-  bool may_gain() const { return Clock::now() >= next_; }
+  void* memory(int64_t num_bytes) { return is_resting() || num_bytes > kMostSharedBytes ? nullptr : shared_; }
 
  private:
+  // Return whether helpers were late, and it is not yet time to try again. Where cores are busy, sharing costs a little.
+  bool is_resting() const { return Clock::now() < next_; }
+
   // Let helpers see work. Versions are even, and odd while the work changes.
   void publish(const Work& work) {
     version_ += 1;
@@ -125,7 +127,7 @@ class Helpers {
     uint64_t state = states_[part];
     for (; State(state & 0xff) == kClaimed && Clock::now() < deadline; state = states_[part]) pause();
     if (State(state & 0xff) == kClaimed && take(part, state)) return nullptr;
-    return helpers_[state >> 8 & 0xff].results.data() + part * size;
+    return helpers_[state >> 8 & 0xff].results.get() + part * size;
   }
 
   // Share nothing for some time after a helper was late: longer if that is more than every fifth call.
@@ -147,8 +149,6 @@ class Helpers {
       helper.given.assign(given_, given_ + task.given_bytes);
       if (!is_still(version)) continue;
       seen = version;
-      if (int64_t(helper.results.size()) < task.num_parts * task.result_size)
-        helper.results.resize(task.num_parts * task.result_size);
       help(task, version, number);
     }
   }
@@ -164,7 +164,7 @@ class Helpers {
     for (int64_t part = task.num_parts - 1; part >= 0 && version_ == version; --part) {
       uint64_t state = state_of(version, kFree), claimed = state_of(version, kClaimed, number);
       if (!states_[part].compare_exchange_strong(state, claimed)) continue;
-      task.compute(helper.given.data(), part, helper.results.data() + part * task.result_size);
+      task.compute(helper.given.data(), part, helper.results.get() + part * task.result_size);
       states_[part].compare_exchange_strong(claimed, state_of(version, kDone, number));
     }
   }
@@ -190,24 +190,32 @@ class Helpers {
   Task task_{};
   char given_[kMostGivenBytes];
   std::atomic<uint64_t> states_[kMostParts];
-  std::vector<float> result_;
+  Memory memory_{kMostSharedBytes};
+  char* const shared_ = memory_.take<char>(0);
   Clock::duration rest_{0};  // Increased whenever a helper is late.
   Clock::time_point next_;
   std::vector<Helper> helpers_;
+  const char* const lasting_;  // Keys and values that live until helpers stop.
+  const int64_t num_lasting_;
 };
 
 std::unique_ptr<Helpers> helpers;
 
 }  // namespace
 
-bool may_share() { return helpers && helpers->may_gain(); }
+bool outlives_helpers(const void* address) { return helpers && helpers->outlived_by((const char*)address); }
 
-bool share_with_helpers(const Work& work, const Accept& accept) { return helpers && helpers->share(work, accept); }
+void* memory_to_share(int64_t num_bytes) { return helpers ? helpers->memory(num_bytes) : nullptr; }
 
-// Start some helpers, or with 0, stop all. Return whether any run: the system may refuse to lower their priority.
-extern "C" int baton_start_helpers(int64_t count) {
+bool share_with_helpers(const Work& work, const Compute& compute, const Accept& accept) {
+  return helpers && helpers->share(work, compute, accept);
+}
+
+// Start some helpers, or with 0, stop all. Keys and values at `lasting`, in num_bytes, must live until they stop. Return
+// whether any run: the system may refuse to lower their priority.
+extern "C" int baton_start_helpers(int64_t count, const char* lasting, int64_t num_bytes) {
   helpers.reset();
-  if (count > 0) helpers = std::make_unique<Helpers>(int(count));
+  if (count > 0) helpers = std::make_unique<Helpers>(int(count), lasting, num_bytes);
   if (helpers && !helpers->set_policy(SCHED_IDLE)) helpers.reset();
   return bool(helpers);
 }
@@ -217,9 +225,10 @@ extern "C" int64_t baton_num_helped() { return helpers ? helpers->num_helped : 0
 
 #else
 
-bool may_share() { return false; }
-bool share_with_helpers(const Work&, const Accept&) { return false; }
-extern "C" int baton_start_helpers(int64_t) { return 0; }
+bool outlives_helpers(const void*) { return false; }
+void* memory_to_share(int64_t) { return nullptr; }
+bool share_with_helpers(const Work&, const Compute&, const Accept&) { return false; }
+extern "C" int baton_start_helpers(int64_t, const char*, int64_t) { return 0; }
 extern "C" int64_t baton_num_helped() { return 0; }
 
 #endif

@@ -1,6 +1,7 @@
 // Threads that share work while cores are idle. They have Linux's lowest priority: any other thread takes their core at
-// once, and may keep it. So a thread never waits long for a helper, but computes the helper's part again. What helpers
-// are given is copied, since they may be late; the keys, values and weights that they read must live until they stop.
+// once, and may keep it. So a thread never waits long for a helper, but computes the helper's part again. Since helpers
+// may be late, what they are given is copied, and rows are in memory of their own. The keys, values and weights that
+// they read must live until they stop.
 
 #pragma once
 
@@ -9,8 +10,7 @@
 
 #include "common.h"
 
-constexpr int64_t kMostParts = 256;
-constexpr int64_t kMostSharedRows = 16;  // Products of more rows would not wait for weights.
+constexpr int64_t kMostParts = 256, kMostGivenBytes = 1 << 18;
 
 // Copies of what helpers are given, one after another.
 class Given {
@@ -35,11 +35,16 @@ struct Work {
   int64_t num_parts, result_size;
 };
 
+using Compute = std::function<void(int64_t part)>;
 using Accept = std::function<void(int64_t part, const float* result)>;
 
-// Return whether helpers run, and it is worth trying whether they have time.
-bool may_share();
+// Return whether an address is in the memory that lives until helpers stop.
+bool outlives_helpers(const void* address);
 
-// Compute all parts, and call `accept` with each one's result. Return false, having done nothing, if there are no
-// helpers, or they lack memory for this. Only one thread may call this at a time.
-bool share_with_helpers(const Work& work, const Accept& accept);
+// Return memory of this size for rows that helpers read in place, so that they may change while a late helper still
+// reads them. Null if no helpers run, if sharing is not worth a try now, or if that is too much.
+void* memory_to_share(int64_t num_bytes);
+
+// Compute all parts: some with `compute`, and for others, call `accept` with a helper's result. Return false, having
+// done nothing, if there are no helpers, or they lack memory for this. Only one thread may call this at a time.
+bool share_with_helpers(const Work& work, const Compute& compute, const Accept& accept);

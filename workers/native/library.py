@@ -21,7 +21,7 @@ NUM_ITEM_FIELDS = 7
 
 _FIELDS = (
     *("query", "key", "value", "out", "lse", "tables", "items", "next_tile"),
-    *("overwrites", "is_shared", "num_items", "page_size", "kv_heads", "groups", "key_dim", "value_dim"),
+    *("overwrites", "num_items", "page_size", "kv_heads", "groups", "key_dim", "value_dim"),
     *("query_stride", "query_head_stride"),
     *(f"{what}_{axis}_stride" for what in ("key", "value") for axis in ("page", "head", "slot")),
 )
@@ -91,7 +91,7 @@ class Library:
         library = ctypes.CDLL(str(path))
         self._functions = {dtype: _Functions(library, name) for dtype, name in DTYPES.items()}
         self._start_helpers = library.baton_start_helpers
-        self._start_helpers.argtypes = (ctypes.c_int64,)
+        self._start_helpers.argtypes = (_SIZE, _POINTER, _SIZE)
         self._num_helped = library.baton_num_helped
         self._num_helped.restype = ctypes.c_int64
         self._threads = Threads(num_threads)
@@ -106,12 +106,16 @@ class Library:
         except OSError as error:
             raise CannotCompileError(f"cannot load {error}") from error
 
-    def start_helpers(self, count: int) -> bool:
-        """Let ``count`` threads of the lowest priority share decode steps while cores are idle. With 0, stop them.
+    def start_helpers(self, count: int, lasting: Tensor) -> bool:
+        """Let ``count`` threads of the lowest priority share this thread's work while cores are idle.
 
-        Returns False if none run, since the system refuses. They read weights and keys until they are stopped.
+        Returns False if none run, since the system refuses. They read weights, and keys and values in the memory of
+        ``lasting``, until they are stopped, even after the calls whose work they share.
         """
-        return bool(self._start_helpers(count))
+        return bool(self._start_helpers(count, lasting.data_ptr(), lasting.nbytes))
+
+    def stop_helpers(self) -> None:
+        self._start_helpers(0, None, 0)
 
     @property
     def num_helped(self) -> int:
@@ -131,15 +135,13 @@ class Library:
         *,
         scale: float,
         overwrites: bool = False,
-        is_shared: bool = False,
     ) -> None:
         """Merge into a partial attention of ``query [tokens, heads, D]`` to ``key`` and ``value [page, H, slot, dim]``,
         or with ``overwrites``, write the partial, in which there may be anything.
 
         ``items [n, 7]`` are rows of Item in attention.h, no two of which have a query in common. ``tables`` holds
         their page numbers. Both are int64. Indices are not checked against the tensors' sizes. Elements of a head must
-        be adjacent in memory, and ``out`` and ``lse``, the partial, must be contiguous. If ``is_shared``, helpers may
-        read keys and values until they are stopped, even after this call.
+        be adjacent in memory, and ``out`` and ``lse``, the partial, must be contiguous.
         """
         if not len(items):
             return
@@ -153,7 +155,7 @@ class Library:
         arguments = _Arguments(
             *(x.data_ptr() for x in (query, key, value, out, lse, tables, items)),
             ctypes.addressof(next_tile),
-            *(overwrites, is_shared, len(items), page_size, num_kv_heads, num_heads // num_kv_heads),
+            *(overwrites, len(items), page_size, num_kv_heads, num_heads // num_kv_heads),
             *(query.shape[2], value.shape[3], *query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
             scale,
         )
@@ -182,7 +184,7 @@ class Library:
         arguments = _Arguments(
             *(x.data_ptr() for x in (query, keys, keys)),
             *(0, 0, table.data_ptr(), items.data_ptr(), ctypes.addressof(next_tile)),
-            *(False, False, 1, keys.shape[2], 1, num_heads, dim, 0),
+            *(False, 1, keys.shape[2], 1, num_heads, dim, 0),
             *(*query.stride()[:2], *keys.stride()[:3], *keys.stride()[:3]),
             1.0,
         )

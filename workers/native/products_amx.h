@@ -20,11 +20,21 @@ struct Inputs {
   Memory memory;
   bf16* const rows;
 
-  Inputs(int64_t num_rows, int64_t width)
-      : num_inputs(width), stride(kTileLanes * round_up(width, kTileDepth)),
-        rows_together(std::min(round_up(num_rows, kTileLanes),
-                               kGroup * std::clamp<int64_t>(kMostInputBytes / (4 * stride), 1, kMostGroups))),
-        memory(2 * rows_together / kTileLanes * stride), rows(memory.take<bf16>(0)) {}
+  // Inputs are read into memory of num_bytes at `at`, or have been read there. Null stands for memory of its own.
+  Inputs(int64_t num_rows, int64_t width, void* at = nullptr)
+      : num_inputs(width), stride(stride_of(width)), rows_together(most_rows(num_rows, width)),
+        memory(at ? 0 : num_bytes(num_rows, width)), rows(at ? (bf16*)at : memory.take<bf16>(0)) {}
+
+  static int64_t stride_of(int64_t width) { return kTileLanes * round_up(width, kTileDepth); }
+
+  static int64_t most_rows(int64_t num_rows, int64_t width) {
+    const int64_t num_groups = std::clamp<int64_t>(kMostInputBytes / (4 * stride_of(width)), 1, kMostGroups);
+    return std::min(round_up(num_rows, kTileLanes), kGroup * num_groups);
+  }
+
+  static int64_t num_bytes(int64_t num_rows, int64_t width) {
+    return most_rows(num_rows, width) / kTileLanes * stride_of(width) * sizeof(bf16);
+  }
 
   // Read rows whose addresses `row_at` returns.
   template <class RowAt>

@@ -18,21 +18,32 @@ constexpr int64_t kMostTogether = 6;    // Rows whose sums fit into registers.
 struct Inputs {
   static constexpr int64_t rows_together = 120;  // Rows that share a read of the weights. Their sums stay in the cache.
   const int64_t num_inputs;
-  const Element* rows = nullptr;
-  int64_t stride = 0;
+  Element* const shared;
+  const Element* rows;
+  int64_t stride;
   std::vector<Element> copies;
 
-  Inputs(int64_t, int64_t width) : num_inputs(width) {}
+  // Inputs are copied to memory of num_bytes at `at`, or have been copied there. Null stands for memory of its own.
+  Inputs(int64_t, int64_t width, void* at = nullptr)
+      : num_inputs(width), shared((Element*)at), rows(shared), stride(width) {}
+
+  static int64_t num_bytes(int64_t num_rows, int64_t width) {
+    return std::min(num_rows, rows_together) * width * sizeof(Element);
+  }
 
   // Read rows whose addresses `row_at` returns.
   template <class RowAt>
   void read_from(RowAt row_at, int64_t num_rows) {
-    copies.resize(num_rows * num_inputs);
-    for (int64_t row = 0; row < num_rows; ++row) std::copy_n(row_at(row), num_inputs, &copies[row * num_inputs]);
-    read(copies.data(), num_inputs, num_rows);
+    if (!shared) copies.resize(num_rows * num_inputs);
+    Element* to = shared ? shared : copies.data();
+    for (int64_t row = 0; row < num_rows; ++row) std::copy_n(row_at(row), num_inputs, to + row * num_inputs);
+    rows = to, stride = num_inputs;
   }
 
-  void read(const Element* x, int64_t x_stride, int64_t) { rows = x, stride = x_stride; }
+  void read(const Element* x, int64_t x_stride, int64_t num_rows) {
+    rows = x, stride = x_stride;
+    if (shared) read_from([&](int64_t row) { return x + row * x_stride; }, num_rows);
+  }
 };
 
 // Weights of kOutputs outputs: of each half of the outputs, pairs of inputs that are `pair_stride` elements apart.

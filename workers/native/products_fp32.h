@@ -17,17 +17,23 @@ struct Inputs {
   static constexpr int64_t rows_together = 8 * kMostTogether;  // Rows that share a read of the weights.
   const int64_t stride;
   const std::unique_ptr<float[]> memory;
-  const float* const rows = memory.get();
+  float* const rows;
 
-  Inputs(int64_t num_rows, int64_t num_inputs)
-      : stride(num_inputs), memory(new float[std::min(num_rows, rows_together) * num_inputs]) {}
+  // Inputs are read into memory of num_bytes at `at`, or have been read there. Null stands for memory of its own.
+  Inputs(int64_t num_rows, int64_t width, void* at = nullptr)
+      : stride(width), memory(at ? nullptr : new float[num_bytes(num_rows, width) / sizeof(float)]),
+        rows(at ? (float*)at : memory.get()) {}
+
+  static int64_t num_bytes(int64_t num_rows, int64_t width) {
+    return std::min(num_rows, rows_together) * width * sizeof(float);
+  }
 
   // Read rows whose addresses `row_at` returns.
   template <class RowAt>
   void read_from(RowAt row_at, int64_t num_rows) {
     for (int64_t row = 0; row < num_rows; ++row) {
       const bf16* from = row_at(row);
-      for (int64_t i = 0; i < stride; ++i) memory[row * stride + i] = as_float(from[i]);
+      for (int64_t i = 0; i < stride; ++i) rows[row * stride + i] = as_float(from[i]);
     }
   }
 

@@ -123,32 +123,6 @@ def test_decode_computes_short_prompts_missing_from_its_memory(tier: Tier, *, is
     assert (placement.prefill is None) == is_skipped
 
 
-@pytest.mark.parametrize(
-    ("length", "cp", "decode_tp", "is_busy", "is_skipped"),
-    [
-        (128, 2, 1, False, False),
-        (128, 2, 1, True, True),
-        (128, 1, 1, False, True),
-        (128, 2, 2, False, True),
-        (129, 2, 1, True, False),
-    ],
-)
-def test_prefill_computes_short_prompts_while_all_are_idle(
-    length: int, cp: int, decode_tp: int, *, is_busy: bool, is_skipped: bool
-) -> None:
-    prefill = {"skip_below_tokens": 129, "parallel": {"cp": cp}}
-    config = DeployConfig.model_validate({"prefill": prefill, "decode": {"parallel": {"tp": decode_tp}}})
-    directory, load = Directory(grace_s=3.0), LoadBook()
-    directory.update(table_of(*map(entry_of, PEERS)), 0.0)
-    if is_busy:
-        load.add(PEERS[-1], 100)
-    picker = Picker(config, directory, load, Breakers(max_failures=1, open_s=10.0), random.Random(0))
-    ask = msgspec.structs.replace(ASK, prompt_ids=TokenIds.of(range(length)))
-    placement = picker.pick(ask, Room(1), frozenset(), 0.0)
-    assert placement is not None
-    assert (placement.prefill is None) == is_skipped
-
-
 @pytest.mark.parametrize("tier", Tier)
 def test_known_tokens_are_those_of_all_tiers_without_the_last_page(tier: Tier) -> None:
     placement = picked_with_cached_prompt(DeployConfig.model_validate({"kv": {"page_size": 64}}), tier)

@@ -3,6 +3,7 @@
 import platform
 import sys
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -297,7 +298,7 @@ def test_as_many_rows_as_are_faster(most: int, tmp_path: Path, monkeypatch: pyte
     before = model.logits(x)
     measured: list[PackedMatrix] = []
 
-    def is_fast(_device: object, _library: object, matrices: Sequence[PackedMatrix], num_rows: int) -> bool:
+    def is_fast(_device: object, _library: object, matrices: Sequence[PackedMatrix], num_rows: int, _: int) -> bool:
         measured[:] = matrices
         return num_rows <= most
 
@@ -312,6 +313,21 @@ def test_as_many_rows_as_are_faster(most: int, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(library.products, "linear", linear)
     model.logits(x)
     assert linear.call_count == (most >= 6)
+
+
+@pytest.mark.bf16
+@pytest.mark.parametrize(
+    ("slowdown", "num_helpers", "most_rows"),
+    [(0.9, 0, sys.maxsize), (1.0, 0, 512), (1.2, 0, 0), (1.2, 1, sys.maxsize), (1.3, 1, 0)],
+)
+def test_native_code_may_be_slower_if_helpers_share_it(
+    slowdown: float, num_helpers: int, most_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, model = Library.load(), load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16))
+    model.pack()
+    monkeypatch.setattr(CPU, "least_s", Mock(side_effect=cycle([slowdown, 1.0])))
+    use_native_products(model, library, num_helpers)
+    assert {matrix.native.most_rows for matrix in model.packed_matrices() if matrix.native} == {most_rows}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
