@@ -8,6 +8,8 @@ from typing import Any
 
 from cluster.spec.errors import UserError
 
+_LFS_POINTER = b"version https://git-lfs"
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or an empty one if there is no such file."""
@@ -20,6 +22,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a JSON object, but holds a {type(content).__name__}")
     return content
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file is what Git keeps in place of a large one until `git lfs pull`. Raises OSError."""
+    with path.open("rb") as opened:
+        return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def assigned_text(path: Path, name: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from cluster.model_folder import assigned_text, read_json
+from cluster.model_folder import assigned_text, is_lfs_pointer, read_json
 from cluster.spec.errors import UserError
 
 
@@ -23,6 +23,8 @@ def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     if not has_json and not (path := folder / "tiktoken.model").is_file():
         raise UserError(f"model folder {folder} has no tokenizer.json; Baton needs a fast tokenizer")
     try:
+        if is_lfs_pointer(path):
+            raise UserError(f"{path} is a pointer of Git LFS, not the tokenizer; `git lfs pull` fetches it")
         if has_json:
             return tokenizers.Tokenizer.from_file(str(path))
         return _from_ranks(_read_ranks(path), _split_pattern(folder), read_json(folder / "tokenizer_config.json"))

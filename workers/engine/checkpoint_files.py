@@ -10,13 +10,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cluster.model_folder import is_lfs_pointer
 from cluster.spec.errors import UserError
 from workers.quant.interface import Index, Read
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 NAMES_SHOWN = 8
-_LFS_POINTER = b"version https://git-lfs"
 
 
 class CheckpointError(UserError):
@@ -69,8 +69,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def _open_tensors(file: Path) -> Iterator[Any]:
     try:
         # safetensors says of any file that it cannot open that there is none.
-        with file.open("rb") as opened:
-            is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+        is_pointer = is_lfs_pointer(file)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     if is_pointer:

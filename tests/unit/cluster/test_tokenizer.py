@@ -215,6 +215,7 @@ def test_same_as_transformers(tmp_path: Path, switches: dict[str, bool]) -> None
     ("name", "content", "message"),
     [
         ("tokenizer.json", "{", "is not a tokenizer"),
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", "`git lfs pull` fetches it"),
         ("config.json", "{", "is not valid JSON"),
         ("config.json", "[]", "must hold a JSON object, but holds a list"),
     ],
