@@ -11,15 +11,19 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from cluster.channel import Outbox, draw_key
 from cluster.cli.running import find_running
 from cluster.log_files import sessions_of
+from cluster.spec.config import AttentionSetting
 from cluster.spec.messages import Drain
 from tests.fakes.clients import NEEDLE_TOKENS, crowd, streaming_clients
 from tests.fakes.cluster import BATON, RunningCluster, is_ready, listener_pid
 from tests.fakes.recall_prompts import needle_prompt, recall_oracle
 from tests.integration.clusters.local_cpu.conftest import ADMIN_KEY, NAME
+from workers.device import CPU
+from workers.engine.native_kernels import num_helpers_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -35,6 +39,19 @@ def test_every_process_has_a_log_file_and_a_title(cluster: RunningCluster) -> No
     assert [title.strip(b"\0") for title in titles] == [
         f"ray::baton {name}".encode() for name in ("router", "prefill-0 cp0", "prefill-0 cp1")
     ]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("replica", "num_ranks"), [("decode-0", 1), ("prefill-0", 2)])
+def test_workers_have_helpers_for_cores_that_may_be_idle(
+    cluster: RunningCluster, replica: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    expected = num_helpers_of(AttentionSetting.AUTO, CPU, num_ranks)
+    for record in cluster.replicas()[replica]["ranks"]:
+        threads = Path(f"/proc/{listener_pid(record['address'])}/task").iterdir()
+        policies = [os.sched_getscheduler(int(thread.name)) for thread in threads]
+        assert policies.count(os.SCHED_IDLE) == expected
 
 
 @pytest.mark.usefixtures("cluster")
