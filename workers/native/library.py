@@ -115,6 +115,7 @@ class Library:
         return bool(self._start_helpers(count, lasting.data_ptr(), lasting.nbytes))
 
     def stop_helpers(self) -> None:
+        """Stop all helpers, so that what they read may be freed."""
         self._start_helpers(0, None, 0)
 
     @property
