@@ -59,9 +59,10 @@ class SharedAttention {
   // Let helpers take parts. Return false if they cannot.
   bool share() const {
     const int64_t queries_per_part = (most_rows_ / a_.groups + 2) * a_.groups * a_.key_dim;
-    const auto queries = (Element*)memory_to_share(num_parts_ * queries_per_part * sizeof(Element));
-    const int64_t num_given = a_.num_items * sizeof(Item) + num_parts_ * sizeof(TilePart) + num_pages_ * sizeof(int64_t);
-    if (!queries || num_given + sizeof(Header) > kMostGivenBytes) return false;
+    const int64_t num_given = sizeof(Header) + a_.num_items * sizeof(Item) + num_parts_ * sizeof(TilePart) +
+                              num_pages_ * sizeof(int64_t);
+    const auto queries = (Element*)memory_to_share(num_parts_ * queries_per_part * sizeof(Element), num_given);
+    if (!queries) return false;
     for (int64_t part = 0; part < num_parts_; ++part) copy_queries(parts_[part], queries + part * queries_per_part);
     Given given;
     give(given, {a_, num_parts_, queries_per_part}, queries);

@@ -101,8 +101,10 @@ struct SharedExperts {
 
   // Let helpers take parts. Return false if they cannot.
   static bool share(const Experts& layer, const std::vector<ExpertPart>& parts, ExpertRows& rows) {
-    const int64_t size = layer.hidden_size;
-    const auto memory = (Element*)memory_to_share(layer.num_tokens * size * sizeof(Element));
+    const int64_t size = layer.hidden_size, num_choices = layer.num_tokens * layer.top_k;
+    const int64_t num_given = sizeof(Header) + parts.size() * sizeof(ExpertPart) + num_choices * sizeof(int64_t) +
+                              2 * layer.num_experts * sizeof(Element*);
+    const auto memory = (Element*)memory_to_share(layer.num_tokens * size * sizeof(Element), num_given);
     if (!memory) return false;
     for (int64_t token = 0; token < layer.num_tokens; ++token)
       std::copy_n(layer.hidden + token * layer.hidden_stride, size, memory + token * size);
@@ -111,7 +113,7 @@ struct SharedExperts {
     Given given;
     given.put(&header, 1);
     given.put(parts.data(), parts.size());
-    given.put(layer.order, layer.num_tokens * layer.top_k);
+    given.put(layer.order, num_choices);
     given.put(layer.gate_up, layer.num_experts);
     given.put(layer.down, layer.num_experts);
     const auto accept = [&](int64_t index, const float* result) {

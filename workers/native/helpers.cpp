@@ -17,7 +17,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kMostSharedBytes = 1 << 24, kMostResults = 1 << 22;
+constexpr int64_t kMostGivenBytes = 1 << 18, kMostSharedBytes = 1 << 24, kMostResults = 1 << 22;
 constexpr std::chrono::microseconds kMostDelay{300};  // Time to wait for a helper beyond that of a short part.
 constexpr std::chrono::milliseconds kAwake{5};  // Time without work after which a helper sleeps.
 // Time in which nothing is shared: after no helper had taken a part, and after one was late, since cores are busy.
@@ -100,10 +100,12 @@ class Helpers {
 
   int64_t num_helped = 0;  // Number of parts whose results came from helpers.
 
-  void* memory(int64_t num_bytes) { return is_resting() || num_bytes > kMostSharedBytes ? nullptr : shared_; }
+  void* memory(int64_t num_bytes, int64_t num_given) {
+    return is_resting() || num_bytes > kMostSharedBytes || num_given > kMostGivenBytes ? nullptr : shared_;
+  }
 
  private:
-  // Return whether helpers were late, and it is not yet time to try again. Where cores are busy, sharing costs a little.
+  // Return whether helpers were late, and it is not yet time to try again: where cores are busy, sharing costs time.
   bool is_resting() const { return Clock::now() < next_; }
 
   // Let helpers see work. Versions are even, and odd while the work changes.
@@ -205,13 +207,15 @@ std::unique_ptr<Helpers> helpers;
 
 bool outlives_helpers(const void* address) { return helpers && helpers->outlived_by((const char*)address); }
 
-void* memory_to_share(int64_t num_bytes) { return helpers ? helpers->memory(num_bytes) : nullptr; }
+void* memory_to_share(int64_t num_bytes, int64_t num_given) {
+  return helpers ? helpers->memory(num_bytes, num_given) : nullptr;
+}
 
 bool share_with_helpers(const Work& work, const Compute& compute, const Accept& accept) {
   return helpers && helpers->share(work, compute, accept);
 }
 
-// Start some helpers, or with 0, stop all. Keys and values at `lasting`, in num_bytes, must live until they stop. Return
+// Start some helpers, or with 0, stop all. Keys and values in num_bytes at `lasting` must live until they stop. Return
 // whether any run: the system may refuse to lower their priority.
 extern "C" int baton_start_helpers(int64_t count, const char* lasting, int64_t num_bytes) {
   helpers.reset();
@@ -226,7 +230,7 @@ extern "C" int64_t baton_num_helped() { return helpers ? helpers->num_helped : 0
 #else
 
 bool outlives_helpers(const void*) { return false; }
-void* memory_to_share(int64_t) { return nullptr; }
+void* memory_to_share(int64_t, int64_t) { return nullptr; }
 bool share_with_helpers(const Work&, const Compute&, const Accept&) { return false; }
 extern "C" int baton_start_helpers(int64_t, const char*, int64_t) { return 0; }
 extern "C" int64_t baton_num_helped() { return 0; }

@@ -10,7 +10,7 @@
 
 #include "common.h"
 
-constexpr int64_t kMostParts = 256, kMostGivenBytes = 1 << 18;
+constexpr int64_t kMostParts = 256;
 
 // Copies of what helpers are given, one after another.
 class Given {
@@ -41,9 +41,10 @@ using Accept = std::function<void(int64_t part, const float* result)>;
 // Return whether an address is in the memory that lives until helpers stop.
 bool outlives_helpers(const void* address);
 
-// Return memory of this size for rows that helpers read in place, so that they may change while a late helper still
-// reads them. Null if no helpers run, if sharing is not worth a try now, or if that is too much.
-void* memory_to_share(int64_t num_bytes);
+// Return memory of num_bytes for rows that helpers read in place, so that they may change while a late helper still
+// reads them. Null if no helpers run, if sharing is not worth a try now, or if that, or num_given bytes that they are
+// given, is too much.
+void* memory_to_share(int64_t num_bytes, int64_t num_given);
 
 // Compute all parts: some with `compute`, and for others, call `accept` with a helper's result. Return false, having
 // done nothing, if there are no helpers, or they lack memory for this. Only one thread may call this at a time.

@@ -30,7 +30,7 @@ void multiply_inputs(const Inputs& inputs, int64_t num_rows, const Weight& weigh
   }
 }
 
-// Read rows into `inputs`, as many at a time as fit, and call `multiply` with the number of the first one and the count.
+// Read rows into `inputs`, as many at a time as fit, and call `multiply` with the first one's number and their count.
 template <class Multiply>
 void read_in_turn(Inputs& inputs, const Element* x, int64_t stride, int64_t num_rows, Multiply multiply) {
   for (int64_t at = 0; at < num_rows; at += inputs.rows_together) {
@@ -95,7 +95,8 @@ extern "C" void EXPORT(linear)(const Element* x, const Element* weight, const El
                                int64_t width, int64_t block_stride, int64_t begin, int64_t end) {
   const Weight packed = {weight, width, block_stride};
   const bool is_whole = begin == 0 && end == num_blocks(num_outputs);
-  void* memory = is_whole ? memory_to_share(Inputs::num_bytes(num_rows, num_inputs)) : nullptr;
+  const int64_t num_bytes = Inputs::num_bytes(num_rows, num_inputs);
+  void* memory = is_whole ? memory_to_share(num_bytes, sizeof(SharedLinear)) : nullptr;
   Inputs inputs(num_rows, num_inputs, memory);
   read_in_turn(inputs, x, x_stride, num_rows, [&](int64_t at, int64_t count) {
     Element* first = out + at * num_outputs;
