@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate, takewhile
@@ -36,7 +37,7 @@ _MOST_HELPERS = 3
 _MOST_WITH_HELPERS = 1.25
 """Maximum time of native code, as a multiple of oneDNN's, if helpers can share it: a single one saves a third."""
 _ROUNDS = 3
-"""Number of measurements of both, in turns, since other workers start at the same time."""
+"""Number of measurements of both, in turns."""
 _MOST_SLOWDOWN = 1.05
 """Maximum time of native code, as a multiple of oneDNN's, whose time to prepare code for each new number of rows is not
 measured.
@@ -121,7 +122,10 @@ def _is_fast(
     device: Device, library: Library, matrices: Sequence[PackedMatrix], num_rows: int, num_helpers: int
 ) -> bool:
     sample = _sample(matrices, _SAMPLE_BYTES * _ROWS_OF_SAMPLE // max(num_rows, _ROWS_OF_SAMPLE))
-    inputs = {size: torch.zeros(num_rows, size, dtype=torch.bfloat16) for size in {each.shape[1] for each in sample}}
+    # With zeros, which use less power, CPUs multiply faster.
+    inputs = {size: torch.randn(num_rows, size).bfloat16() for size in {each.shape[1] for each in sample}}
+    # Other workers, which start at the same time, use the cores in between.
+    clock = time.thread_time if torch.get_num_threads() == 1 else device.now_s
 
     def product(multiply: Callable[[PackedMatrix, Tensor], object]) -> Callable[[], None]:
         def multiply_all() -> None:
@@ -133,7 +137,7 @@ def _is_fast(
     native = product(lambda matrix, x: matrix.multiply_natively(library, x))
     onednn = product(PackedMatrix.multiply_with_onednn)
     onednn()  # prepares its code for these shapes
-    rounds = [(device.least_s(native), device.least_s(onednn)) for _ in range(_ROUNDS)]
+    rounds = [(device.least_s(native, clock), device.least_s(onednn, clock)) for _ in range(_ROUNDS)]
     most = _MOST_WITH_HELPERS if num_helpers else _MOST_SLOWDOWN if num_rows <= _MANY_ROWS else _MOST_OF_MANY
     return min(native_s for native_s, _ in rounds) <= most * min(onednn_s for _, onednn_s in rounds)
 
