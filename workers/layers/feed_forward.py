@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +51,14 @@ class GatedMLP(nn.Module):
         self._exchange = TokenExchange(groups.dp, groups.dense_shards, groups.tp)
 
     def forward(self, x: Tensor, lens: Lens) -> Tensor:
-        inner = gated(self.gate_up(self._exchange.gather(x, lens)))
+        inner = self._inner(self._exchange.gather(x, lens))
         out: Tensor = self.down(inner, lambda terms: self._exchange.scatter_sums(terms, lens))
         return out
+
+    def _inner(self, x: Tensor) -> Tensor:
+        weight, bias = self.gate_up.weight, self.gate_up.bias
+        inner = weight.multiply_gated(x, bias) if isinstance(weight, PackedMatrix) else None
+        return gated(self.gate_up(x)) if inner is None else inner
 
 
 class ExpertRouter(LinearLayer):
@@ -139,12 +144,15 @@ class Experts(ShardedLayer):
 
     def pack(self, library: Library | None) -> None:
         """Rearrange loaded weights for speed."""
-        for name in ("gate_up", "down"):
-            stacked = getattr(self, name)
-            matrices = [packed(matrix, library) for matrix in stacked] if isinstance(stacked, Tensor) else []
-            if any(isinstance(matrix, PackedMatrix) for matrix in matrices):
-                delattr(self, name)  # a parameter
-                setattr(self, name, matrices)
+        gate_up, down = self.gate_up, self.down
+        if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+            return
+        unit = 1 if library is None else library.products.block_widths[-1]
+        first = [packed(_pad_outputs(matrix, unit), library) for matrix in gate_up]
+        second = [packed(_pad_inputs(matrix, unit), library) for matrix in down]
+        if all(isinstance(matrix, PackedMatrix) for matrix in first + second):
+            del self.gate_up, self.down  # parameters
+            self.gate_up, self.down = cast("list[PackedMatrix]", first), cast("list[PackedMatrix]", second)
 
     def forward(self, routed: RoutedTokens) -> Tensor:
         """Return the weighted sum of these experts' outputs for each token, ``[tokens, hidden]``."""
@@ -222,6 +230,19 @@ class Experts(ShardedLayer):
             yield f"{expert}.gate.weight", WeightShard(gate, (self._inner, hidden), "gate_up")
             yield f"{expert}.up.weight", WeightShard(up, (self._inner, hidden), "gate_up")
             yield f"{expert}.down.weight", WeightShard(down[index], (hidden, self._inner), "down")
+
+
+def _pad_inputs(matrix: Tensor, unit: int) -> Tensor:
+    """Append zeros so that the number of inputs is a multiple of ``unit``."""
+    rest = -matrix.shape[1] % unit
+    return functional.pad(matrix, (0, rest)) if rest else matrix
+
+
+def _pad_outputs(gate_up: Tensor, unit: int) -> Tensor:
+    """Append zeros so that gate and up each have a multiple of ``unit`` outputs, as native code requires."""
+    gate, up = gate_up.chunk(2)
+    rest = -len(gate) % unit
+    return torch.cat([functional.pad(part, (0, 0, 0, rest)) for part in (gate, up)]) if rest else gate_up
 
 
 def _unpacked(matrices: ExpertMatrices) -> nn.Parameter | Fp8Matrix:

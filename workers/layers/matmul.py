@@ -80,6 +80,15 @@ class PackedMatrix:
             return self.multiply_natively(self.native.library, x, bias)
         return self.multiply_with_onednn(x, bias)
 
+    def multiply_gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Return silu(gate) * up of the products [gate, up], or None if these have to be computed apart."""
+        if self.native is None or x.shape[0] > self.native.most_rows:
+            return None
+        products, num_outputs = self.native.library.products, self.shape[0] // 2
+        if self.blocks is None or not products.can_gate(num_outputs):
+            return None
+        return products.linear(x, self.address, num_outputs, self.blocks, bias, is_gated=True)
+
     def multiply_natively(self, library: Library, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply with native code, which must know the layout."""
         assert self.blocks is not None, "native code does not know the layout"

@@ -44,39 +44,33 @@ struct ExpertRows {
   const Experts& layer;
   Inputs hidden, inner;
   int64_t rows_together;  // Maximum number of rows.
-  Memory memory;
-  Element *gate_up, *opened;
 
   ExpertRows(const Experts& experts, int64_t num_rows)
       : layer(experts), hidden(num_rows, layer.hidden_size), inner(num_rows, layer.inner_size),
-        rows_together(std::min({num_rows, kMostPartRows, hidden.rows_together, inner.rows_together})),
-        memory(rows_together * 3 * layer.inner_size * sizeof(Element) + 2 * 64),
-        gate_up(memory.take<Element>(rows_together * 2 * layer.inner_size)),
-        opened(memory.take<Element>(rows_together * layer.inner_size)) {}
+        rows_together(std::min({num_rows, kMostPartRows, hidden.rows_together, inner.rows_together})) {}
 
   void answer(const ExpertPart& part) {
-    answer(part, [&](int64_t row) { return layer.answer(layer.order[part.first + row]); });
+    const int64_t num_bytes = layer.num_tokens * layer.top_k * layer.hidden_size * sizeof(Element);
+    answer(part, num_bytes >= kLargeBytes, [&](int64_t row) { return layer.answer(layer.order[part.first + row]); });
   }
 
-  // Answer some choices of an expert. `out` returns the address of a row's answer.
+  // Answer some choices of an expert. `out` returns the address of a row's answer. All answers are large or not.
   template <class Out>
-  void answer(const ExpertPart& part, Out out) {
-    const auto [expert, first, num_rows] = part;
+  void answer(const ExpertPart& part, bool are_large, Out out) {
     const auto [hidden_size, inner_size] = std::pair(layer.hidden_size, layer.inner_size);
-    const int64_t* choices = layer.order + first;
+    const int64_t *choices = layer.order + part.first, expert = part.expert;
     hidden.read_from([&](int64_t row) { return layer.hidden + choices[row] / layer.top_k * layer.hidden_stride; },
-                     num_rows);
-    multiply(hidden, num_rows, {layer.gate_up[expert], layer.gate_up_width, layer.gate_up_stride}, hidden_size,
-             2 * inner_size, [&](int64_t row) { return gate_up + row * 2 * inner_size; });
-    EXPORT(swiglu)(gate_up, opened, inner_size, 2 * inner_size, 0, num_rows);
-    inner.read(opened, inner_size, num_rows);
-    multiply(inner, num_rows, {layer.down[expert], layer.down_width, layer.down_stride}, inner_size, hidden_size, out);
-  }
-
-  template <class Out>
-  void multiply(const Inputs& inputs, int64_t num_rows, const Weight& weight, int64_t num_inputs, int64_t num_outputs,
-                Out out) {
-    multiply_inputs(inputs, num_rows, weight, nullptr, num_inputs, num_outputs, 0, num_blocks(num_outputs), out);
+                     part.num_rows);
+    const Linear gate_up = {layer.gate_up[expert], nullptr, layer.gate_up_width, layer.gate_up_stride, hidden_size,
+                            inner_size, true};
+    gate_up.compute(hidden, part.num_rows, 0, num_blocks(inner_size),
+                    [&](int64_t row, int64_t first, const Element* outputs) { inner.put(row, first, outputs); });
+    const Linear down = {layer.down[expert], nullptr, layer.down_width, layer.down_stride, inner_size, hidden_size,
+                         false};
+    down.compute(inner, part.num_rows, 0, num_blocks(hidden_size),
+                 [&](int64_t row, int64_t first, const Element* outputs) {
+                   store_outputs(outputs, hidden_size - first, are_large, out(row) + first);
+                 });
   }
 };
 
@@ -134,7 +128,7 @@ struct SharedExperts {
     layer.gate_up = (const Element* const*)(layer.order + layer.num_tokens * layer.top_k);
     layer.down = layer.gate_up + layer.num_experts;
     ExpertRows rows(layer, parts[index].num_rows);
-    rows.answer(parts[index], [&](int64_t row) { return (Element*)result + row * layer.hidden_size; });
+    rows.answer(parts[index], false, [&](int64_t row) { return (Element*)result + row * layer.hidden_size; });
   }
 };
 

@@ -62,7 +62,7 @@ class Products:
 
     def __init__(self, library: ctypes.CDLL, threads: Threads) -> None:
         self._linear, self._linear_of_heads = library.baton_linear_bf16, library.baton_linear_of_heads_bf16
-        self._linear.argtypes = (*[_POINTER] * 4, *[_SIZE] * 8)
+        self._linear.argtypes = (*[_POINTER] * 4, *[_SIZE] * 9)
         self._linear_of_heads.argtypes = (*[_POINTER] * 3, *[_SIZE] * 12)
         self._order_choices, self._answer_choices = library.baton_order_choices_bf16, library.baton_answer_choices_bf16
         self._order_choices.argtypes = self._answer_choices.argtypes = (_POINTER,)
@@ -70,19 +70,36 @@ class Products:
         self._choose_experts.argtypes = (*[_POINTER] * 4, *[_SIZE] * 5)
         self._sum_answers = library.baton_sum_answers_bf16
         self._sum_answers.argtypes = (_POINTER, *[_SIZE] * 2)
-        self.block_widths = tuple((_SIZE * 2).in_dll(library, "baton_block_widths_bf16"))
+        self.block_widths: tuple[int, ...] = tuple((_SIZE * 2).in_dll(library, "baton_block_widths_bf16"))
         """Numbers of outputs per block of weights that ``linear`` takes, the fastest last."""
         self._threads = threads
 
-    def linear(self, x: Tensor, address: int, num_outputs: int, blocks: Blocks, bias: Tensor | None = None) -> Tensor:
-        """Return x [R, inputs] @ weight.T + bias in bf16. linear.h describes the weight."""
+    def linear(
+        self,
+        x: Tensor,
+        address: int,
+        num_outputs: int,
+        blocks: Blocks,
+        bias: Tensor | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> Tensor:
+        """Return x [R, inputs] @ weight.T + bias in bf16. linear.h describes the weight.
+
+        With ``is_gated``, the products are [gate, up], for sizes that ``can_gate``, and outputs are silu(gate) * up.
+        """
+        assert not is_gated or self.can_gate(num_outputs), f"a gate for {num_outputs} outputs"
         assert bias is None or bias.dtype == x.dtype, f"tensors have dtypes {x.dtype} and {bias.dtype}"
         num_rows, num_inputs = x.shape
         out = x.new_empty(num_rows, num_outputs)
         pointers = (x.data_ptr(), address, None if bias is None else bias.data_ptr(), out.data_ptr())
-        given = (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), *blocks)
+        given = (*pointers, num_rows, num_inputs, num_outputs, x.stride(0), *blocks, is_gated)
         self._share(self._linear, given, x, out, blocks, num_rows)
         return out
+
+    def can_gate(self, num_outputs: int) -> bool:
+        """Return whether ``linear`` and ``experts`` can apply a gate to this many outputs."""
+        return num_outputs % self.block_widths[-1] == 0
 
     def linear_of_heads(self, x: Tensor, weights: PackedWeights, out: Tensor) -> None:
         """Write ``linear`` of ``x [R, heads, inputs]``, with a weight per head, into ``out [R, heads, outputs]``."""

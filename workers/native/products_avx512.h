@@ -44,6 +44,13 @@ struct Inputs {
     rows = x, stride = x_stride;
     if (shared) read_from([&](int64_t row) { return x + row * x_stride; }, num_rows);
   }
+
+  // Write kOutputs inputs of a row, from a multiple of kOutputs on.
+  void put(int64_t row, int64_t input, const Element* from) {
+    copies.resize(rows_together * num_inputs);
+    rows = copies.data(), stride = num_inputs;
+    std::copy_n(from, kOutputs, copies.data() + row * num_inputs + input);
+  }
 };
 
 // Weights of kOutputs outputs: of each half of the outputs, pairs of inputs that are `pair_stride` elements apart.

@@ -40,6 +40,11 @@ struct Inputs {
   void read(const bf16* x, int64_t x_stride, int64_t num_rows) {
     read_from([&](int64_t row) { return x + row * x_stride; }, num_rows);
   }
+
+  // Write kOutputs inputs of a row, from a multiple of kOutputs on.
+  void put(int64_t row, int64_t input, const bf16* from) {
+    for (int64_t i = 0; i < kOutputs; ++i) rows[row * stride + input + i] = as_float(from[i]);
+  }
 };
 
 // Weights of kOutputs outputs: pairs of inputs that are `pair_stride` elements apart.

@@ -59,6 +59,18 @@ def test_linear(library: Library, num_rows: int, shape: tuple[int, int]) -> None
     check_same(library, lambda: matrix.multiply_natively(library, x, bias), matrix.matrix)
 
 
+@pytest.mark.parametrize("num_rows", [1, 16, 700])
+def test_gated_linear(library: Library, num_rows: int) -> None:
+    matrix, x = _pack_for(library, draw(4096, 130).bfloat16()), draw(num_rows, 130).bfloat16()
+
+    def compute() -> Tensor:
+        found = matrix.multiply_gated(x, None)
+        assert found is not None
+        return found
+
+    check_same(library, compute, matrix.matrix)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 16, 900])
 def test_experts(library: Library, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPU, "packs_bf16", False)

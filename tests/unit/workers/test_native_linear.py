@@ -115,6 +115,38 @@ def test_products(
 
 
 @given(
+    num_rows=st.integers(0, 300),
+    num_blocks=st.integers(1, 5),
+    num_pairs=st.integers(1, 700),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+@example(num_rows=1, num_blocks=60, num_pairs=4, has_bias=False, seed=0)
+def test_gated_products(
+    library: Library, num_rows: int, num_blocks: int, num_pairs: int, has_bias: bool, seed: int
+) -> None:
+    size = num_blocks * library.products.block_widths[-1]
+    matrix, x = _pack_for(library, draw(seed, 2 * size, 2 * num_pairs)), draw(seed + 1, num_rows, 2 * num_pairs)
+    bias = draw(seed + 2, 2 * size) if has_bias else None
+    found = matrix.multiply_gated(x, bias)
+    assert found is not None
+    assert torch.equal(found, library.swiglu(matrix.multiply_natively(library, x, bias)))
+    assert matrix.part(slice(2 * size - 2)).multiply_gated(x, None) is None
+
+
+@pytest.mark.parametrize("num_outputs", [1088, 1090], ids=["rows begin with a cache line", "or anywhere"])
+def test_large_products_are_those_of_fewer_rows(library: Library, num_outputs: int) -> None:
+    """Large ones go past the caches."""
+    matrix, x = _pack_for(library, draw(1, num_outputs, 50)), draw(2, 600, 50)
+    expected = [matrix.multiply_natively(library, rows) for rows in torch.split(x, 100)]
+    assert torch.equal(matrix.multiply_natively(library, x), torch.cat(expected))
+    gate_up = _pack_for(library, draw(3, 2 * 1088, 50))
+    large, *small = (gate_up.multiply_gated(rows, None) for rows in (x, *torch.split(x, 100)))
+    assert large is not None
+    assert torch.equal(large, torch.cat([rows for rows in small if rows is not None]))
+
+
+@given(
     num_outputs=st.integers(1, 300),
     num_pairs=st.integers(1, 700),
     surplus=st.integers(0, 2),
@@ -169,27 +201,27 @@ def test_parts_of_what_onednn_packed(outputs: slice, most_rows: int, which: int)
     assert part.native is matrix.native
 
 
-@pytest.mark.parametrize("width", [32, 31], ids=["even", "odd"])
-def test_native_experts(packer: Library, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """Native code does not multiply by weights with an odd number of inputs."""
-    experts = Experts(64, even_shard(width, Part(0, 1)), range(2, 7))
+@pytest.mark.parametrize(("hidden", "width"), [(64, 32), (64, 31), (63, 32)])
+def test_native_experts(packer: Library, monkeypatch: pytest.MonkeyPatch, hidden: int, width: int) -> None:
+    """Native code does not multiply by weights with an odd number of inputs, but zeros can be added to inner ones."""
+    experts = Experts(hidden, even_shard(width, Part(0, 1)), range(2, 7))
     for parameter in experts.parameters():
         parameter.data = draw(len(parameter), *parameter.shape) / 8
     cases = []
     for num_tokens in (0, 1, 5, 40, 400):
         chosen = torch.rand(num_tokens, 9).topk(3).indices.int()
-        routed = RoutedTokens(draw(num_tokens, num_tokens, 64), chosen, torch.rand(num_tokens, 3))
+        routed = RoutedTokens(draw(num_tokens, num_tokens, hidden), chosen, torch.rand(num_tokens, 3))
         cases.append((routed, experts(routed)))
     experts.pack(packer)
-    assert isinstance(experts.gate_up, list)
-    assert isinstance(experts.down, list) == (width == 32 or CPU.packs_bf16)
-    let_multiply(packer, [*experts.gate_up, *(experts.down if isinstance(experts.down, list) else ())])
+    assert isinstance(experts.down, list) == isinstance(experts.gate_up, list) == (hidden == 64 or CPU.packs_bf16)
+    if isinstance(experts.gate_up, list) and isinstance(experts.down, list):
+        let_multiply(packer, experts.gate_up + experts.down)
     for routed, expected in cases:
         native = Mock(wraps=packer.products.experts)
         monkeypatch.setattr(packer.products, "experts", native)
         # Answers are rounded before they are added up, and a sum can be small.
         torch.testing.assert_close(experts(routed), expected, rtol=2**-6, atol=2**-8)
-        assert native.called == (width == 32 and len(routed.hidden) > 0)
+        assert native.called == (hidden == 64 and len(routed.hidden) > 0)
 
 
 def test_threads_share_experts(packer: Library, monkeypatch: pytest.MonkeyPatch) -> None:
