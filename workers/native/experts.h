@@ -177,17 +177,18 @@ extern "C" void EXPORT(order_choices)(const Experts* layer) {
   *layer->next_part = 0;
 }
 
-// Answer ordered choices. Threads that call this share the parts of the work.
-extern "C" void EXPORT(answer_choices)(const Experts* layer) {
+// Answer ordered choices. Threads that call this share the parts of the work. Returns 0.
+extern "C" int EXPORT(answer_choices)(const Experts* layer) {
   int64_t most_rows = 0;
   for (int64_t expert = 0; expert < layer->num_experts; ++expert)
     most_rows = std::max(most_rows, layer->num_rows(expert));
-  if (!most_rows) return;
+  if (!most_rows) return 0;
   ExpertRows rows(*layer, most_rows);
   const std::vector<ExpertPart> parts = parts_of(*layer, rows.rows_together);
-  if (SharedExperts::share(*layer, parts, rows)) return;
+  if (SharedExperts::share(*layer, parts, rows)) return 0;
   const auto next = [&] { return __atomic_fetch_add(layer->next_part, 1, __ATOMIC_RELAXED); };
   for (int64_t part = next(); part < int64_t(parts.size()); part = next()) rows.answer(parts[part]);
+  return 0;
 }
 
 // Add up the answers to tokens begin to end.

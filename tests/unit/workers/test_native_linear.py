@@ -224,6 +224,21 @@ def test_native_experts(packer: Library, monkeypatch: pytest.MonkeyPatch, hidden
         assert native.called == (hidden == 64 and len(routed.hidden) > 0)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 40])
+def test_all_chosen_experts_may_be_elsewhere(packer: Library, num_tokens: int) -> None:
+    experts = Experts(64, even_shard(32, Part(0, 1)), range(2, 7))
+    for parameter in experts.parameters():
+        parameter.data = draw(len(parameter), *parameter.shape)
+    experts.pack(packer)
+    assert isinstance(experts.gate_up, list)
+    assert isinstance(experts.down, list)
+    let_multiply(packer, [*experts.gate_up, *experts.down])
+    chosen = torch.tensor([[0, 8, NO_EXPERT]], dtype=torch.int32).expand(num_tokens, 3).contiguous()
+    routed = RoutedTokens(draw(1, num_tokens, 64), chosen, torch.rand(num_tokens, 3))
+    assert not experts(routed).any()
+    assert not experts.loads.any()
+
+
 def test_threads_share_experts(packer: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = Experts(64, even_shard(32, Part(0, 1)), range(2, 7))
     for parameter in experts.parameters():
