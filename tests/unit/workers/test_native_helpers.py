@@ -83,15 +83,12 @@ def test_experts(library: Library, num_tokens: int, monkeypatch: pytest.MonkeyPa
     check_same(library, lambda: experts(routed), routed.hidden)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("lens", [[(1, 4000)], [(1, 700), (1, 1500), (1, 2)], [(900, 1300), (1, 700), (50, 50)]])
-def test_attention(library: Library, dtype: torch.dtype, lens: list[tuple[int, int]]) -> None:
-    """Attend with the last tokens of some requests: numbers of queries and keys."""
-    heads, kv_heads, dim, page_size = 21, 3, 40, 16
-    pages = draw(300, kv_heads, 2, page_size, dim).to(dtype)
+def attention(library: Library, pages: Tensor, lens: list[tuple[int, int]]) -> Callable[[], Tensor]:
+    """Return attention of the last tokens of some requests: numbers of queries and keys."""
+    heads, (_, _, _, page_size, dim), dtype = 21, pages.shape, pages.dtype
     firsts = list(accumulate((num_queries for num_queries, _ in lens), initial=0))
     query = draw(firsts[-1], heads + 1, dim).to(dtype)[:, 1:]
-    tables = torch.randperm(300)
+    tables = torch.randperm(len(pages))
     rows = [
         [first, num_queries, 50 * request, 5, num_keys, num_keys - num_queries, 1]
         for request, (first, (num_queries, num_keys)) in enumerate(zip(firsts, lens, strict=False))
@@ -103,7 +100,24 @@ def test_attention(library: Library, dtype: torch.dtype, lens: list[tuple[int, i
         library.attend(torch.tensor(rows), tables, page_size, query, *kv, out, lse, scale=0.1, overwrites=True)
         return torch.cat((out.float(), lse[..., None]), dim=-1)
 
-    check_same(library, attend, pages)
+    return attend
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lens", [[(1, 4000)], [(1, 700), (1, 1500), (1, 2)], [(900, 1300), (1, 700), (50, 50)]])
+def test_attention(library: Library, dtype: torch.dtype, lens: list[tuple[int, int]]) -> None:
+    pages = draw(300, 3, 2, 16, 40).to(dtype)
+    check_same(library, attention(library, pages, lens), pages)
+
+
+def test_helpers_do_not_read_keys_that_may_be_freed(library: Library) -> None:
+    pages = draw(300, 3, 2, 16, 40)
+    attend = attention(library, pages, [(900, 1300)])
+    library.start_helpers(1, draw(1))
+    for _ in range(20):
+        attend()
+    assert library.num_helped == 0
+    library.stop_helpers()
 
 
 @pytest.mark.parametrize(
