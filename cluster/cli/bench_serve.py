@@ -191,6 +191,8 @@ def _measure(url: str, model: str | None, load: _Load, *, traced: bool) -> tuple
             model = model or first_model(client)
             workload = load.plan(client, model)
         return model, workload, _run(url, model, workload, traced=traced)
+    except UserError:  # a wrong option
+        raise
     except ENDPOINT_ERRORS as error:
         fail(f"{url}: {error}")
     except KeyboardInterrupt:

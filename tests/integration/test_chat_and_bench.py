@@ -164,6 +164,12 @@ def test_options_of_traces_need_a_trace() -> None:
     assert str(result.exception) == "--trace-scale, --trace-speed: allowed only with a trace, as --dataset"
 
 
+def test_a_wrong_rate_is_no_error_of_the_endpoint(server: openai_server.FakeServer) -> None:
+    result = _bench("--url", server.url, "--request-rate", "0")
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == "--request-rate: got 0.0; allowed: a finite number greater than 0"
+
+
 def test_ctrl_c_reports_what_has_finished(server: openai_server.FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Progress, "update", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
     result = _bench("--url", server.url, "--num-requests", "9", "--request-rate", "0.001", "--output-len", "2")
