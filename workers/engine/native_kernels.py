@@ -30,8 +30,6 @@ _SAMPLE_BYTES = 64 << 20
 """Bytes of weights to multiply by, which are more than a core's caches hold."""
 _ROWS_OF_SAMPLE = 64
 """Number of rows above which fewer weights are enough, since products do not wait for memory."""
-_MANY_ROWS = 512
-"""Number of rows above which oneDNN's preparation is short in comparison."""
 _MOST_HELPERS = 3
 """Maximum number of helpers per worker. With more, cores would wait for memory."""
 _MOST_WITH_HELPERS = 1.25
@@ -39,11 +37,9 @@ _MOST_WITH_HELPERS = 1.25
 _ROUNDS = 3
 """Number of measurements of both, in turns."""
 _MOST_SLOWDOWN = 1.05
-"""Maximum time of native code, as a multiple of oneDNN's, whose time to prepare code for each new number of rows is not
-measured.
+"""Maximum time of native code, as a multiple of oneDNN's. What is not measured: oneDNN prepares code for each new number
+of rows, and only native code applies gates at once.
 """
-_MOST_OF_MANY = 0.95
-"""Maximum for more than _MANY_ROWS rows, for which native code is slower in whole layers than with a few weights."""
 
 
 def choose_kernels(
@@ -138,7 +134,7 @@ def _is_fast(
     onednn = product(PackedMatrix.multiply_with_onednn)
     onednn()  # prepares its code for these shapes
     rounds = [(device.least_s(native, clock), device.least_s(onednn, clock)) for _ in range(_ROUNDS)]
-    most = _MOST_WITH_HELPERS if num_helpers else _MOST_SLOWDOWN if num_rows <= _MANY_ROWS else _MOST_OF_MANY
+    most = _MOST_WITH_HELPERS if num_helpers else _MOST_SLOWDOWN
     return min(native_s for native_s, _ in rounds) <= most * min(onednn_s for _, onednn_s in rounds)
 
 

@@ -32,8 +32,6 @@ struct Experts {
   Element* answer(int64_t choice) const { return answers + choice * hidden_size; }
 };
 
-constexpr int64_t kMostPartRows = 256;  // Rows of a part, at most.
-
 // Some choices of an expert, from an index in `order` on.
 struct ExpertPart {
   int64_t expert, first, num_rows;
@@ -47,7 +45,7 @@ struct ExpertRows {
 
   ExpertRows(const Experts& experts, int64_t num_rows)
       : layer(experts), hidden(num_rows, layer.hidden_size), inner(num_rows, layer.inner_size),
-        rows_together(std::min({num_rows, kMostPartRows, hidden.rows_together, inner.rows_together})) {}
+        rows_together(std::min({num_rows, hidden.rows_together, inner.rows_together})) {}
 
   void answer(const ExpertPart& part) {
     const int64_t num_bytes = layer.num_tokens * layer.top_k * layer.hidden_size * sizeof(Element);
