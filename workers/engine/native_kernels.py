@@ -37,8 +37,8 @@ _MOST_WITH_HELPERS = 1.25
 _ROUNDS = 3
 """Number of measurements of both, in turns."""
 _MOST_SLOWDOWN = 1.05
-"""Maximum time of native code, as a multiple of oneDNN's. What is not measured: oneDNN prepares code for each new number
-of rows, and only native code applies gates at once.
+"""Maximum time of native code, as a multiple of oneDNN's. Not measured: oneDNN prepares code for each new number of
+rows, and only native code applies gates at once.
 """
 
 

@@ -97,7 +97,7 @@ inline void turn(const Element* x, const Element* weight, float eps, const Eleme
 }
 
 // Compute silu(gate) * up.
-inline void open(const Element* gate, const Element* up, Element* out, int64_t size) {
+inline void apply_gates(const Element* gate, const Element* up, Element* out, int64_t size) {
   for (int64_t d = 0; d < size; d += kPairs) {
     const Pairs opened = each(silu, load(gate + d, size - d));
     store(out + d, each(times, opened, load(up + d, size - d)), size - d);
@@ -179,5 +179,5 @@ extern "C" void EXPORT(store_kv)(const Pages* pages, const Element* kv, int64_t 
 extern "C" void EXPORT(swiglu)(const Element* gate_up, Element* out, int64_t size, int64_t stride, int64_t begin,
                                int64_t end) {
   for (int64_t row = begin; row < end; ++row)
-    open(gate_up + row * stride, gate_up + row * stride + size, out + row * size, size);
+    apply_gates(gate_up + row * stride, gate_up + row * stride + size, out + row * size, size);
 }

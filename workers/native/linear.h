@@ -49,8 +49,8 @@ struct Linear {
   int64_t width, block_stride, num_inputs, num_outputs;
   bool is_gated;
 
-  // Compute outputs kOutputs * begin to kOutputs * end of rows that were read into `inputs`. Give kOutputs of a row at a
-  // time to `put`, with the number of the row and of the first output. Those beyond num_outputs have no meaning.
+  // Compute outputs kOutputs * begin to kOutputs * end of rows that were read into `inputs`. Call `put` with the number
+  // of a row, that of an output, and kOutputs outputs from there on. Those beyond num_outputs have no meaning.
   template <class Put>
   void compute(const Inputs& inputs, int64_t num_rows, int64_t begin, int64_t end, Put put) const {
     if (is_gated) {
@@ -75,7 +75,7 @@ struct Linear {
       const int64_t up = num_outputs / kOutputs;
       multiply(inputs, num_rows, up + at, up + next, [&](int64_t row, int64_t first, Element* outputs) {
         first -= num_outputs;
-        open(gates + row * size + first - at * kOutputs, outputs, outputs, kOutputs);
+        apply_gates(gates + row * size + first - at * kOutputs, outputs, outputs, kOutputs);
         put(row, first, outputs);
       });
     }
