@@ -76,18 +76,15 @@ class PackedMatrix:
         return part
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.native is not None and x.shape[0] <= self.native.most_rows:
-            return self.multiply_natively(self.native.library, x, bias)
-        return self.multiply_with_onednn(x, bias)
+        library = self._library_for(x)
+        return self.multiply_with_onednn(x, bias) if library is None else self.multiply_natively(library, x, bias)
 
     def multiply_gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return silu(gate) * up of the products [gate, up], or None if these have to be computed apart."""
-        if self.native is None or x.shape[0] > self.native.most_rows:
+        library, num_outputs = self._library_for(x), self.shape[0] // 2
+        if library is None or self.blocks is None or not library.products.can_gate(num_outputs):
             return None
-        products, num_outputs = self.native.library.products, self.shape[0] // 2
-        if self.blocks is None or not products.can_gate(num_outputs):
-            return None
-        return products.linear(x, self.address, num_outputs, self.blocks, bias, is_gated=True)
+        return library.products.linear(x, self.address, num_outputs, self.blocks, bias, is_gated=True)
 
     def multiply_natively(self, library: Library, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply with native code, which must know the layout."""
@@ -98,6 +95,10 @@ class PackedMatrix:
         """Multiply with oneDNN, which prepares code for each new number of rows."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.matrix, bias, "none", [], "")
         return product
+
+    def _library_for(self, x: Tensor) -> Library | None:
+        """Return native code if it multiplies as many rows as ``x`` has."""
+        return self.native.library if self.native is not None and x.shape[0] <= self.native.most_rows else None
 
 
 def weights_of(matrices: Sequence[PackedMatrix]) -> PackedWeights:

@@ -88,7 +88,7 @@ class Products:
 
         With ``is_gated``, the products are [gate, up], for sizes that ``can_gate``, and outputs are silu(gate) * up.
         """
-        assert not is_gated or self.can_gate(num_outputs), f"a gate for {num_outputs} outputs"
+        assert not is_gated or self.can_gate(num_outputs), f"{num_outputs} outputs with gates"
         assert bias is None or bias.dtype == x.dtype, f"tensors have dtypes {x.dtype} and {bias.dtype}"
         num_rows, num_inputs = x.shape
         out = x.new_empty(num_rows, num_outputs)
@@ -98,7 +98,7 @@ class Products:
         return out
 
     def can_gate(self, num_outputs: int) -> bool:
-        """Return whether ``linear`` and ``experts`` can apply a gate to this many outputs."""
+        """Return whether ``linear`` and ``experts`` can compute this many outputs with gates."""
         return num_outputs % self.block_widths[-1] == 0
 
     def linear_of_heads(self, x: Tensor, weights: PackedWeights, out: Tensor) -> None:
@@ -143,6 +143,7 @@ class Products:
         """
         assert hidden.dtype == torch.bfloat16, f"tokens have dtype {hidden.dtype}"
         assert hidden.stride(1) == 1, f"strides {hidden.stride()}"
+        assert self.can_gate(weights.gate_up.num_outputs // 2), f"{weights.gate_up.num_outputs} outputs of gate and up"
         for x, dtype in ((chosen, torch.int32), (factors, torch.float32), (loads, torch.int64)):
             assert x.dtype == dtype, f"tensor has dtype {x.dtype}, not {dtype}"
             assert x.is_contiguous(), f"strides {x.stride()}"

@@ -22,7 +22,7 @@ class Threads:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._helpers = ThreadPoolExecutor(count, "native")
+        self._pool = ThreadPoolExecutor(count, "native")
 
     def share(self, function: Function, given: tuple[object, ...], num_rows: int, *, is_large: bool) -> None:
         """Call ``function`` for all rows, divided among the threads if the work is large.
@@ -44,13 +44,13 @@ class Threads:
     def _run_turns(self, function: Function, given: ctypes.Structure, next_part: ctypes.c_int64) -> None:
         next_part.value = 0
         pointer = ctypes.byref(given)
-        calls = [self._helpers.submit(function, pointer) for _ in range(self._count - 1)]
+        calls = [self._pool.submit(function, pointer) for _ in range(self._count - 1)]
         if any([function(pointer), *(call.result() for call in calls)]):
             raise MemoryError("out of memory for intermediate results")
 
     def _run_parts(self, function: Function, given: tuple[object, ...], num_rows: int) -> None:
         ends = [num_rows * part // self._count for part in range(self._count + 1)]
-        calls = [self._helpers.submit(function, *given, *part) for part in pairwise(ends[1:])]
+        calls = [self._pool.submit(function, *given, *part) for part in pairwise(ends[1:])]
         function(*given, 0, ends[1])
         for call in calls:
             call.result()

@@ -45,10 +45,12 @@ def check_same(library: Library, compute: Callable[[], Tensor], lasting: Tensor)
     expected, deadline_s = compute(), time.monotonic() + 60
     for count in (1, 8):
         library.start_helpers(count, lasting)
-        while library.num_helped < NUM_HELPED:
-            assert time.monotonic() < deadline_s, f"helpers have computed {library.num_helped} parts"
-            assert torch.equal(compute(), expected)
-        library.stop_helpers()  # before the test frees what late helpers read
+        try:
+            while library.num_helped < NUM_HELPED:
+                assert time.monotonic() < deadline_s, f"helpers have computed {library.num_helped} parts"
+                assert torch.equal(compute(), expected)
+        finally:
+            library.stop_helpers()  # before the test frees what late helpers read
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 16, 130, 700])
