@@ -145,7 +145,7 @@ class Experts(ShardedLayer):
     def pack(self, library: Library | None) -> None:
         """Rearrange loaded weights for speed."""
         gate_up, down = self.gate_up, self.down
-        if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+        if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or gate_up.dtype != torch.bfloat16:
             return
         unit = 1 if library is None else library.products.block_widths[-1]
         first = [packed(_pad_outputs(matrix, unit), library) for matrix in gate_up]

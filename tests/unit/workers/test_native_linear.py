@@ -201,6 +201,18 @@ def test_parts_of_what_onednn_packed(outputs: slice, most_rows: int, which: int)
     assert part.native is matrix.native
 
 
+def native_experts(packer: Library) -> Experts:
+    """Return experts 2 to 6, all of which native code computes."""
+    experts = Experts(64, even_shard(32, Part(0, 1)), range(2, 7))
+    for parameter in experts.parameters():
+        parameter.data = draw(len(parameter), *parameter.shape) / 8
+    experts.pack(packer)
+    assert isinstance(experts.gate_up, list)
+    assert isinstance(experts.down, list)
+    let_multiply(packer, experts.gate_up + experts.down)
+    return experts
+
+
 @pytest.mark.parametrize(("hidden", "width"), [(64, 32), (64, 31), (63, 32)])
 def test_native_experts(packer: Library, monkeypatch: pytest.MonkeyPatch, hidden: int, width: int) -> None:
     """Native code does not multiply by weights with an odd number of inputs, but zeros can be added to inner ones."""
@@ -226,13 +238,7 @@ def test_native_experts(packer: Library, monkeypatch: pytest.MonkeyPatch, hidden
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 40])
 def test_all_chosen_experts_may_be_elsewhere(packer: Library, num_tokens: int) -> None:
-    experts = Experts(64, even_shard(32, Part(0, 1)), range(2, 7))
-    for parameter in experts.parameters():
-        parameter.data = draw(len(parameter), *parameter.shape)
-    experts.pack(packer)
-    assert isinstance(experts.gate_up, list)
-    assert isinstance(experts.down, list)
-    let_multiply(packer, [*experts.gate_up, *experts.down])
+    experts = native_experts(packer)
     chosen = torch.tensor([[0, 8, NO_EXPERT]], dtype=torch.int32).expand(num_tokens, 3).contiguous()
     routed = RoutedTokens(draw(1, num_tokens, 64), chosen, torch.rand(num_tokens, 3))
     assert not experts(routed).any()
@@ -240,13 +246,7 @@ def test_all_chosen_experts_may_be_elsewhere(packer: Library, num_tokens: int) -
 
 
 def test_threads_share_experts(packer: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = Experts(64, even_shard(32, Part(0, 1)), range(2, 7))
-    for parameter in experts.parameters():
-        parameter.data = draw(len(parameter), *parameter.shape) / 8
-    experts.pack(packer)
-    assert isinstance(experts.gate_up, list)
-    assert isinstance(experts.down, list)
-    let_multiply(packer, [*experts.gate_up, *experts.down])
+    experts = native_experts(packer)
     chosen = torch.rand(700, 9).topk(3).indices.int()
     routed = RoutedTokens(draw(1, 700, 64), chosen, torch.rand(700, 3))
     alone = experts(routed)
