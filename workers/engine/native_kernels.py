@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate, takewhile
@@ -120,8 +119,6 @@ def _is_fast(
     sample = _sample(matrices, _SAMPLE_BYTES * _ROWS_OF_SAMPLE // max(num_rows, _ROWS_OF_SAMPLE))
     # With zeros, which use less power, CPUs multiply faster.
     inputs = {size: torch.randn(num_rows, size).bfloat16() for size in {each.shape[1] for each in sample}}
-    # Other workers, which start at the same time, use the cores in between.
-    clock = time.thread_time if torch.get_num_threads() == 1 else device.now_s
 
     def product(multiply: Callable[[PackedMatrix, Tensor], object]) -> Callable[[], None]:
         def multiply_all() -> None:
@@ -133,7 +130,7 @@ def _is_fast(
     native = product(lambda matrix, x: matrix.multiply_natively(library, x))
     onednn = product(PackedMatrix.multiply_with_onednn)
     onednn()  # prepares its code for these shapes
-    rounds = [(device.least_s(native, clock), device.least_s(onednn, clock)) for _ in range(_ROUNDS)]
+    rounds = [(device.least_s(native), device.least_s(onednn)) for _ in range(_ROUNDS)]
     most = _MOST_WITH_HELPERS if num_helpers else _MOST_SLOWDOWN
     return min(native_s for native_s, _ in rounds) <= most * min(onednn_s for _, onednn_s in rounds)
 
