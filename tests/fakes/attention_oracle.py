@@ -17,7 +17,7 @@ from torch import Tensor
 from cluster.spec.config import AttentionSetting
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_params import params_for
-from tests.fakes.kv import kv_pool
+from tests.fakes.kv import kv_pool, store_kv
 from tests.fakes.steps import Request, step_of
 from workers.attention.interface import AttentionBackend, Feature
 from workers.attention.registry import choose_backend
@@ -185,7 +185,11 @@ class ScenarioRun:
 
     def _run_layer(self, context: StepContext, tokens: "StepTokens", layer: int) -> Tensor:
         q, k, v = (self._local(tokens, layer, which) for which in range(3))
-        context.put(layer, *self.scenario.parts(k, v))
+        slots = None if context.kv_first else context.kv_slots(layer)
+        if slots is None:
+            context.put(layer, *self.scenario.parts(k, v))
+        else:
+            store_kv(*slots, torch.stack((k, v), dim=1))
         return self._attend(context, layer, take(q, context.query_rows))
 
     def _attend(self, context: StepContext, layer: int, q: Tensor) -> Tensor:

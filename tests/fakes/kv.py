@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from cluster.spec.kv import GroupLayout, KvGeometry, KvGroup, KvPart, PoolLayout, key_value_group
 from transfer.page_assignment import PagePair
@@ -111,3 +112,9 @@ def two_groups(num_layers: int = 4, num_heads: int = 2, page_size: int = 4) -> K
     extra = KvGroup(name="extra", num_heads=1, layers=tuple(range(1, num_layers, 2)), parts=parts)
     groups = (key_value_group(range(num_layers), num_heads, 4, "float32"), extra)
     return KvGeometry(model="two-groups", num_layers=num_layers, groups=groups, page_size=page_size)
+
+
+def store_kv(layer_pages: Tensor, slots: Tensor, kv: Tensor) -> None:
+    """Write rows ``kv [N, 2, H, D]`` like ``ElementwiseKernels.store_kv``, with plain torch."""
+    page_size = layer_pages.shape[3]
+    layer_pages.permute(0, 3, 2, 1, 4)[slots // page_size, slots % page_size] = kv

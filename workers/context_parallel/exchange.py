@@ -14,13 +14,27 @@ from workers.parallel.exchanges import gather_rows
 
 
 class PendingGather:
-    """Rows of all ranks in transit, in gathered order."""
+    """Rows of all ranks, in gathered order, which are to be sent or in transit."""
 
-    def __init__(self, rows: Tensor, plan: ShardPlan, pending: Pending | None) -> None:
-        self._rows, self._plan, self._pending = rows, plan, pending
+    def __init__(self, rows: Tensor, plan: ShardPlan, group: Communicator) -> None:
+        self._rows, self._plan, self._group = rows, plan, group
+        self._pending: Pending | None = None
+
+    @property
+    def own(self) -> Tensor:
+        """Return the memory of this rank's rows, ``[tokens, ...]``. Write to it before ``start``."""
+        return self.of_rank(self._group.rank)
+
+    def start(self) -> None:
+        """Send this rank's rows. Further calls do nothing."""
+        if self._pending is None and not self._plan.is_replicated:
+            padded_len = self._plan.padded_len
+            mine = self._rows[self._group.rank * padded_len :][:padded_len]
+            self._pending = self._group.start_all_gather(self._rows, mine)
 
     def wait(self) -> Tensor:
         """Wait for all rows and return them, ``[gathered rows, ...]``. Padding may contain anything, even NaN."""
+        self.start()
         if self._pending is not None:
             self._pending.wait()
         return self._rows
@@ -44,19 +58,25 @@ class RowGather:
         self.group = group
         self._buffer = _RowBuffer()
 
+    def open(self, plan: ShardPlan, row_shape: tuple[int, ...], like: Tensor) -> PendingGather:
+        """Return a gather that is not started, of ``[tokens, *row_shape]`` on each rank. It is valid until the next
+        call.
+        """
+        if plan.is_replicated:
+            return PendingGather(like.new_empty(plan.lens[0], *row_shape), plan, self.group)
+        assert plan.cp == self.group.size, f"the plan is for {plan.cp} ranks, but the group has {self.group.size}"
+        rows = self._buffer.rows(plan.cp * plan.padded_len, row_shape, like)
+        return PendingGather(rows, plan, self.group)
+
     def start(self, plan: ShardPlan, *parts: Tensor) -> PendingGather:
         """Send this rank's rows, the concatenation of ``parts [tokens, heads, dim]``: ``[tokens, heads, sum of dims]``.
 
         The result is valid until the next call.
         """
-        if plan.is_replicated:
-            return PendingGather(torch.cat(parts, dim=-1), plan, None)
-        assert plan.cp == self.group.size, f"the plan is for {plan.cp} ranks, but the group has {self.group.size}"
-        row_shape = (parts[0].shape[1], sum(part.shape[-1] for part in parts))
-        rows = self._buffer.rows(plan.cp * plan.padded_len, row_shape, parts[0])
-        mine = rows[self.group.rank * plan.padded_len :][: plan.padded_len]
-        torch.cat(parts, dim=-1, out=mine[: len(parts[0])])
-        return PendingGather(rows, plan, self.group.start_all_gather(rows, mine))
+        gather = self.open(plan, (parts[0].shape[1], sum(part.shape[-1] for part in parts)), parts[0])
+        torch.cat(parts, dim=-1, out=gather.own)
+        gather.start()
+        return gather
 
 
 class Ring:

@@ -8,6 +8,7 @@ when all rows are stored.
 from collections.abc import Iterator
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from workers.attention.interface import AttentionBackend, AttentionParams
@@ -65,9 +66,19 @@ class PagedContext(GatherContext):
         """Cached keys by lifetime, and new keys by rank."""
         return self.prefix_keys(), self.keys_by_rank(range(len(self.batch.shards.distinct_runs)))
 
+    @cached_property
+    def _own_rows(self) -> Tensor:
+        return torch.arange(self.batch.shards.lens[self.batch.cp_rank])
+
     def kv_slots(self, layer: int) -> KvSlots | None:
-        slots = self.batch.pages[self.pool.lifetime_of(layer)].slots
-        return self.pool.kv_slots(layer, slots) if self.batch.shards.is_replicated else None
+        """Return slots in the pool or, if other ranks have rows, too, in the memory from which rows are sent."""
+        slots = self.pool.kv_slots(layer, self.batch.pages[self.pool.lifetime_of(layer)].slots)
+        if slots is None or self.batch.shards.is_replicated:
+            return slots
+        num_heads, width = self.pool.row_shape(layer)
+        self._gathered = self.exchange.kv_gather.open(self.batch.shards, (num_heads, width), slots.layer_pages)
+        pages_of_one = self._gathered.own.view(-1, num_heads, 2, 1, width // 2)
+        return KvSlots(pages_of_one, self._own_rows)
 
     def partials(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None) -> Iterator[Partial]:
         lifetime, gathered = self.pool.lifetime_of(layer), self.store(layer)

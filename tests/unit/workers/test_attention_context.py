@@ -13,7 +13,7 @@ from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import HEAD_DIM, Scenario, ScenarioRun, Stored, check_scenario
 from tests.fakes.attention_params import params_for
 from tests.fakes.devices import use_meta_device
-from tests.fakes.kv import kv_pool
+from tests.fakes.kv import kv_pool, store_kv
 from tests.fakes.steps import Request, step_of
 from tests.fakes.thread_group import on_thread_ranks
 from workers.attention.runs import Run
@@ -148,6 +148,16 @@ def test_any_chunks_strategy_passing_and_cp_equal_the_oracle(scenario: Scenario,
         scenario.cp, lambda group: ScenarioRun(scenario, group).run(), in_background=in_background
     )
     check_scenario(scenario, results)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3])
+@pytest.mark.parametrize("strategy", Strategy)
+def test_kernels_write_rows_where_they_are_stored_or_sent_from(
+    strategy: Strategy, cp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_pool, "elementwise_kernels", lambda _: SimpleNamespace(store_kv=store_kv))
+    scenario = Scenario(((9, 1, 0), (8, 1, 13), (1, 2, 1)), strategy, cp)
+    check_scenario(scenario, on_thread_ranks(cp, lambda group: ScenarioRun(scenario, group).run(), in_background=False))
 
 
 @given(one_part_scenarios, st.booleans(), st.integers(1, 9))
