@@ -206,7 +206,7 @@ extern "C" void EXPORT(sum_answers)(const Experts* layer, int64_t begin, int64_t
         const vec factor = all(layer->factors[choices[i]]);
         sum.even += answer.even * factor, sum.odd += answer.odd * factor;
       }
-      store(layer->out + token * size + d, {rounded(sum.even), rounded(sum.odd)}, size - d);
+      store(layer->out + token * size + d, sum, size - d);
     }
   }
 }

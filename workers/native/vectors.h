@@ -47,11 +47,12 @@ inline words tail_words(const bf16* p, int64_t n) {
   return x;
 }
 
+inline Pairs unpacked(words x) { return {(vec)(x << 16), (vec)(x & 0xffff0000)}; }
+
 // Load kPairs numbers, or the first n followed by zeros.
 inline Pairs load(const bf16* p, int64_t n) {
   typedef words anywhere __attribute__((aligned(2)));
-  const words x = __builtin_expect(n >= kPairs, 1) ? *(const anywhere*)p : tail_words(p, n);
-  return {(vec)(x << 16), (vec)(x & 0xffff0000)};
+  return unpacked(__builtin_expect(n >= kPairs, 1) ? *(const anywhere*)p : tail_words(p, n));
 }
 
 inline Pairs load(const float* p, int64_t n) {
@@ -115,6 +116,14 @@ inline vec sums_of(vec x[kLanes]) {
     for (int i = 0; i < n; ++i)
       x[i] = n >= kLanes / 4 ? pair_sums<1>(x[2 * i], x[2 * i + 1]) : pair_sums<4>(x[2 * i], x[2 * i + 1]);
   return x[0];
+}
+
+inline vec root(vec x) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_sqrt_ps((__m512)x);
+#endif
+  for (int i = 0; i < kLanes; ++i) x[i] = std::sqrt(x[i]);
+  return x;
 }
 
 inline float sum_of(vec x) {
