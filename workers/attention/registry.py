@@ -15,7 +15,7 @@ from cluster.spec.kv import KvGroup
 from workers.attention.interface import AttentionBackend, AttentionShape, Feature
 from workers.attention.measured import find_fastest
 from workers.device import Device
-from workers.native.compile import Compiler, find_compilers
+from workers.native.compile import Compiler, find_compiler
 
 
 class Entry(NamedTuple):
@@ -137,16 +137,13 @@ def _fastest(device: Device, dtype: torch.dtype, needs: Set[Feature], shape: Att
     if missing := needs & BACKENDS["native"].lacks:
         return BackendChoice("torch", load_backend("torch"), f"native lacks {_words(missing)}")
     try:
-        fastest, *others = find_compilers()
-        backends = {"native": load_backend("native", fastest)}
-        for other in others:
-            if dtype == torch.bfloat16 and other.kind.multiplies_bf16:
-                backends[f"native for {other.kind.name}"] = load_backend("native", other)
+        compiler = find_compiler()
+        native = load_backend("native", compiler)
     except CannotCompileError as error:
         _log.warning("attention uses plain torch, at half the speed: %s%s", error, error.fix and f"; {error.fix}")
         return BackendChoice("torch", load_backend("torch"), f"native is unavailable: {error}")
-    reason = f"compiled for {fastest.kind.name}"
+    reason = f"compiled for {compiler.kind.name}"
     if shape is None:
-        return BackendChoice("native", backends["native"], reason)
-    name, backend, times = find_fastest({**backends, "torch": load_backend("torch")}, shape, dtype)
+        return BackendChoice("native", native, reason)
+    name, backend, times = find_fastest({"native": native, "torch": load_backend("torch")}, shape, dtype)
     return BackendChoice(name, backend, f"{reason}; {times}")

@@ -27,10 +27,6 @@ class Kind(NamedTuple):
     options: tuple[str, ...]
     """Compiler options."""
 
-    @property
-    def multiplies_bf16(self) -> bool:
-        return "avx512_bf16" in self.flags
-
 
 _AVX512_BF16 = Kind("AVX512-BF16", (*_AVX512, "avx512_bf16"), (*(f"-m{flag}" for flag in _AVX512), "-mavx512bf16"))
 KINDS = (
@@ -51,20 +47,15 @@ class Compiler(NamedTuple):
 
 
 def find_compiler() -> Compiler:
-    """Return the compiler for the fastest kind that this machine supports. Raises CannotCompileError."""
-    return find_compilers()[0]
-
-
-def find_compilers() -> list[Compiler]:
-    """Return the compiler for each kind that it and this machine support, fastest first. Raises CannotCompileError."""
+    """Return the compiler for the fastest kind that it and this machine support. Raises CannotCompileError."""
     kinds = runnable_kinds()
     if not kinds:
         raise CannotCompileError(f"the CPU has none of {', '.join(kind.name for kind in KINDS)}")
     path = compiler_path()
-    compilers = [Compiler(path, kind) for kind in kinds if _accepts(path, kind.options)]
-    if not compilers:
-        raise CannotCompileError(f"{path} knows none of {', '.join(kind.name for kind in kinds)}", FIX)
-    return compilers
+    for kind in kinds:
+        if _accepts(path, kind.options):
+            return Compiler(path, kind)
+    raise CannotCompileError(f"{path} knows none of {', '.join(kind.name for kind in kinds)}", FIX)
 
 
 def runnable_kinds(cpu_info: Path = Path("/proc/cpuinfo")) -> list[Kind]:

@@ -66,11 +66,14 @@ inline void transpose(const float* from, float* to) {
 // pairs of adjacent dims, so each weight is paired with a zero, for even dims behind it and for odd dims before it.
 void add_few_values(const Scratch& s, const BlockRows& values, const Block& next, int num_keys, const uint32_t* even,
                     const uint32_t* odd) {
+  const int64_t num_steps = s.value_width / kTileDepth * (kBlock / kLanes);
+  int64_t step = 0;
   for (int64_t d = 0; d < s.value_width; d += kTileDepth) {
     _tile_loadd(6, s.out + d, 4 * s.value_width);
     _tile_loadd(7, s.out + d + kLanes, 4 * s.value_width);
-    for (int i = 0; i < num_keys; i += kLanes) {
-      if (d == 0) prefetch_keys<kL1>(next, i, i + kLanes, s.key_dim, 0);
+    for (int i = 0; i < num_keys; i += kLanes, ++step) {
+      // Only few lines at a time can be on their way to L1.
+      prefetch_keys<kL1>(next, step * kBlock / num_steps, (step + 1) * kBlock / num_steps, s.key_dim, 0);
       _tile_loadd(0, values.first + i * values.distance + d, 2 * values.distance);
       _tile_loadd(4, even + i, 4 * kBlock);
       _tile_loadd(5, odd + i, 4 * kBlock);

@@ -1,6 +1,7 @@
 """Choice among CPU backends by their times and results, with backends whose calls take a given time."""
 
 from collections.abc import Callable, Sequence
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from cluster.spec.config import AttentionSetting
 from workers.attention import measured
 from workers.attention.interface import AttentionBackend, AttentionParams, AttentionShape, StepAttention
-from workers.attention.measured import Work, work_of
+from workers.attention.measured import ByWork, Work, work_of
 from workers.attention.merge import Partial, empty_partial
 from workers.attention.native_backend import NativeAttention
 from workers.attention.registry import choose_backend
@@ -107,6 +108,15 @@ def test_each_kind_of_step_has_its_fastest(timed: Callable[[float, float], Timed
     for runs in ([Run(0, 0, 7, 1)], [Run(0, 5, 7, 1)], [Run(0, 5, 1, 1), Run(1, 0, 7, 1)]):
         backend.prepare(runs, tables, 64)
     assert (native.num_prepared, other.num_prepared) == (before[0] + 2, before[1] + 3)
+
+
+@pytest.mark.parametrize(("num_requests", "work"), [(1, Work.ONE), (2, Work.MANY), (32, Work.MANY)])
+def test_captured_steps_have_the_fastest_for_their_size(num_requests: int, work: Work) -> None:
+    backends = {each: Mock() for each in Work}
+    shape = Mock(num_requests=num_requests)
+    graph = ByWork(backends, Mock()).prepare_graph(shape)
+    assert graph is backends[work].prepare_graph.return_value
+    backends[work].prepare_graph.assert_called_once_with(shape)
 
 
 @pytest.mark.parametrize(
