@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -39,7 +40,7 @@ class _Metric:
     name: str
     help_text: str
     source: _Source
-    field: str | None
+    field: str | None = None
     """Attribute of the source's objects; None if they are numbers."""
 
     def collect(self, entries: Iterable[ReplicaEntry]) -> Metric:
@@ -51,12 +52,7 @@ class _Metric:
         return family
 
 
-def _counter(name: str, help_text: str, source: _Source, field: str | None = None) -> _Metric:
-    return _Metric(CounterMetricFamily, name, help_text, source, field)
-
-
-def _gauge(name: str, help_text: str, source: _Source, field: str | None = None) -> _Metric:
-    return _Metric(GaugeMetricFamily, name, help_text, source, field)
+_counter, _gauge = partial(_Metric, CounterMetricFamily), partial(_Metric, GaugeMetricFamily)
 
 
 def _by_key(field: str, label: str) -> _Source:
