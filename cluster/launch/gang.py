@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from cluster.actors import Actor, Reservation
@@ -124,9 +125,7 @@ class Gang:
                 return False
             return entry.load.draining == isinstance(message, Drain)
 
-        def send() -> None:
-            self._tools.send([self._records[0].address], message)
-
+        send = partial(self._tools.send, [self._records[0].address], message)
         return send_until(table, is_shown, send, deadline)
 
     def _start_actors(self, deadline: Deadline) -> None:
