@@ -143,7 +143,7 @@ class TierWorld:
         if wanted:
             self.loading.append(request)
             on_end = partial(self._loaded, request, tokens, len(prefix))
-            self.tiers.loader.load(self.lifetimes.prefix_keys(prefix), wanted, on_end)
+            self.tiers.load(prefix, wanted, on_end)
         else:
             self._compute(request, len(prefix))
         self.advance()

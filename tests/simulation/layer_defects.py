@@ -21,7 +21,7 @@ from workers.cache.lifetimes import Lifetimes
 from workers.cache.page_allocator import Demand, PageAllocator
 from workers.handoff.kv_sender import KvSender, OutgoingRequest, _Transfer
 from workers.hicache.copier import Copier
-from workers.hicache.tiers import HostLoader
+from workers.hicache.tiers import Tiers
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_queue import DecodeQueue
@@ -233,14 +233,14 @@ def continue_without_the_window(patch: Patch) -> None:
 
 def skip_loading_the_window(patch: Patch) -> None:
     """The pages of the window are not loaded from host memory."""
-    load = HostLoader.load
+    load = Tiers.load
 
     def load_chain(
-        self: HostLoader, prefix: Sequence[bytes], pages: Sequence[TierPage], *given: Any, **settings: Any
+        self: Tiers, prefix: Sequence[bytes], pages: Sequence[TierPage], *given: Any, **settings: Any
     ) -> int:
         return load(self, prefix, [page for page in pages if page.lifetime == 0], *given, **settings)
 
-    patch.setattr(HostLoader, "load", load_chain)
+    patch.setattr(Tiers, "load", load_chain)
 
 
 def use_the_first_lifetime_for_all_pages(patch: Patch) -> None:

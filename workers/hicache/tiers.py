@@ -34,7 +34,8 @@ class Tiers:
         self._addresses = [record.address for record in records]
         self._owners = {record.global_rank: HostShare.of(record).owner for record in records}
         self.jobs = TierJobs(len(records))
-        self.loader = HostLoader(self.host, self.jobs)
+        self._loading: set[bytes] = set()
+        """Keys of host pages that are being loaded."""
         self._host_writer = HostWriter(config.write, tree, self.host, self.jobs)
         self._writes, self._reads = Breaker(), Breaker()
         self._storage_writer = StorageWriter(config.write, self.host, self.jobs, self._writes)
@@ -83,6 +84,37 @@ class Tiers:
     def note_received(self, keys: Sequence[bytes]) -> None:
         """Record newly cached pages from a replica that saves them itself."""
         self._host_writer.note_received(self._lifetimes.prefix_keys(keys))
+
+    def is_loading(self, key: bytes) -> bool:
+        return key in self._loading
+
+    def load(
+        self,
+        prefix: Sequence[bytes],
+        pages: Sequence[TierPage],
+        on_end: Callable[[bool], None],
+        *,
+        is_layerwise: bool = False,
+    ) -> int:
+        """Load a prefix's missing pages from host memory into device pages, which their sequence holds until the end.
+
+        Return the number of positions whose pages came from storage. ``on_end`` receives whether all pages were loaded.
+        A layerwise load runs during the next step, which waits for each layer.
+        """
+        pages = [replace(page, host=self.host.page_of(page.key)) for page in pages]
+        wanted = [page.key for page in pages]
+        self.host.hold(wanted)
+        self.host.touch(self._lifetimes.prefix_keys(prefix))
+        fetched = self.host.note_used(wanted)
+        self._loading.update(wanted)
+
+        def on_loaded(outcome: Outcome) -> None:
+            self.host.release(wanted)
+            self._loading.difference_update(wanted)
+            on_end(all(outcome.done))
+
+        self.jobs.submit(TierJobKind.LOAD, pages, on_loaded, is_layerwise=is_layerwise)
+        return len({page.depth for page, is_fetched in zip(pages, fetched, strict=True) if is_fetched})
 
     def keys_below(self) -> dict[Tier, list[bytes]]:
         """Return the keys of the pages in host memory and of the pages that this replica has stored."""
@@ -149,46 +181,6 @@ class Tiers:
     def _has_more_to_store(self) -> bool:
         num_open = self.jobs.num_open(TierJobKind.SAVE) + self.jobs.num_open(TierJobKind.STORE)
         return num_open + self._host_writer.num_waiting + self._storage_writer.num_waiting > 0
-
-
-class HostLoader:
-    """Loader of host pages into device pages, which their sequences hold until the load ends."""
-
-    def __init__(self, host: HostIndex, jobs: TierJobs) -> None:
-        self._host = host
-        self._jobs = jobs
-        self._loading: set[bytes] = set()
-
-    def is_loading(self, key: bytes) -> bool:
-        return key in self._loading
-
-    def load(
-        self,
-        prefix: Sequence[bytes],
-        pages: Sequence[TierPage],
-        on_end: Callable[[bool], None],
-        *,
-        is_layerwise: bool = False,
-    ) -> int:
-        """Load a prefix's pages from host memory. Return the number of positions whose pages came from storage.
-
-        ``on_end`` receives whether all pages were loaded. A layerwise load runs during the next step, which waits for
-        each layer.
-        """
-        pages = [replace(page, host=self._host.page_of(page.key)) for page in pages]
-        wanted = [page.key for page in pages]
-        self._host.hold(wanted)
-        self._host.touch(prefix)
-        fetched = self._host.note_used(wanted)
-        self._loading.update(wanted)
-
-        def on_loaded(outcome: Outcome) -> None:
-            self._host.release(wanted)
-            self._loading.difference_update(wanted)
-            on_end(all(outcome.done))
-
-        self._jobs.submit(TierJobKind.LOAD, pages, on_loaded, is_layerwise=is_layerwise)
-        return len({page.depth for page, is_fetched in zip(pages, fetched, strict=True) if is_fetched})
 
 
 def _share_memory(records: Sequence[RankRecord]) -> bool:

@@ -94,7 +94,7 @@ class PageHolders:
         num_gains = self._allocator.num_gains + self._num_left
         if self.waiting.is_blocked(sequence, num_gains):
             return False
-        if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.loader.is_loading(key):
+        if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.is_loading(key):
             return False
         most_overtaking = self.waiting.most_overtaking(sequence, self._pages_of(oldest))
         may_overtake = self._count_overtaking(sequence, oldest) <= most_overtaking
@@ -145,9 +145,7 @@ class PageHolders:
         if not pages:
             return
         on_end = partial(self._on_loaded, sequence, kv)
-        num_fetched = tiers.loader.load(
-            self._allocator.lifetimes.prefix_keys(prefix), pages, on_end, is_layerwise=is_layerwise
-        )
+        num_fetched = tiers.load(prefix, pages, on_end, is_layerwise=is_layerwise)
         num_loaded = len({page.depth for page in pages})
         cached = CachedTokens(
             total=len(prefix) * self._page_size,
