@@ -17,7 +17,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a JSON object, but holds a {type(content).__name__}")

@@ -1,13 +1,14 @@
 """Readers of a checkpoint's config.json, and of fields that model families share. Does not import torch."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, get_args
 
+from cluster.model_folder import read_json
 from cluster.spec.context import model_context
+from cluster.spec.errors import UserError
 from cluster.spec.kv import FULL_ATTENTION, SLIDING_ATTENTION
 from workers.layers.attention_config import AnyAttentionConfig, AttentionConfig
 from workers.layers.config import FeedForwardConfig, MlpConfig, MoeConfig, RopeConfig, RopeType
@@ -114,14 +115,12 @@ class HfConfig:
 def read_config(folder: Path) -> Mapping[str, Any]:
     """Return a folder's config.json. Raises UnsupportedModelError if it is missing or not a JSON object."""
     path = folder / "config.json"
+    if not path.is_file():
+        raise UnsupportedModelError(f"{folder} is not a model folder: it has no {path.name}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UnsupportedModelError(f"{folder} is not a model folder: it has no {path.name}") from error
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UnsupportedModelError(f"{path} must hold a JSON object, but holds a {type(content).__name__}")
+        content = read_json(path)
+    except UserError as error:
+        raise UnsupportedModelError(str(error)) from error
     if (folder / _MODELOPT_FILE).exists() and not content.get("quantization_config"):
         content["quantization_config"] = {"quant_method": "modelopt"}
     return content

@@ -217,6 +217,7 @@ def test_same_as_transformers(tmp_path: Path, switches: dict[str, bool]) -> None
         ("tokenizer.json", "{", "is not a tokenizer"),
         ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", "`git lfs pull` fetches it"),
         ("config.json", "{", "is not valid JSON"),
+        pytest.param("config.json", "[" * 100_000, "is not valid JSON", id="nested"),
         ("config.json", "[]", "must hold a JSON object, but holds a list"),
     ],
 )
