@@ -103,12 +103,6 @@ class Worker:
                 self._rank.groups.leave()
                 raise
 
-    def stop(self, reason: str) -> None:
-        """Make ``run`` return after the current step. Any thread may call this."""
-        outbox = Outbox(self._key)
-        outbox.send(self._inbox.address, Shutdown(reason=reason))
-        outbox.close()
-
     def close(self) -> None:
         """Release the inbox and the transfer memory, after ``run`` has returned."""
         self._inbox.close()
@@ -205,7 +199,9 @@ class Worker:
     def _fail(self, error: Exception) -> None:
         """End the rank from another thread, which has failed or lost the lease."""
         self._failure = error
-        self.stop(str(error) or repr(error))
+        outbox = Outbox(self._key)
+        outbox.send(self._inbox.address, Shutdown())
+        outbox.close()
 
 
 def _begin(plans: Iterable[StepPlan], link: LeaderLink, steps: RankSteps) -> None:

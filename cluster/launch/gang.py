@@ -97,7 +97,7 @@ class Gang:
 
     def stop(self, timeout_s: float) -> None:
         """Ask the workers to end, and wait for them; ``kill`` ends the remaining ones."""
-        self._tools.send([record.address for record in self._records], Shutdown(reason="the cluster is stopping"))
+        self._tools.send([record.address for record in self._records], Shutdown())
         wait(self.runs.values(), timeout_s)
 
     def kill(self, timeout_s: float) -> bool:

@@ -112,8 +112,6 @@ class ReportTrace(Tagged, frozen=True):
 class Shutdown(Tagged, frozen=True):
     """Instruction to leave the work loop."""
 
-    reason: str
-
 
 class StepResult(Tagged, frozen=True):
     """Sampled tokens of a DP rank's oldest step in flight, from the sampling rank if that is not the leader's rank."""

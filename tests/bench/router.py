@@ -62,7 +62,7 @@ class MockReplicas:
 
     def close(self) -> None:
         with closing(Outbox()) as outbox:
-            outbox.send(self._inbox.address, Shutdown(reason="the measurement is over"))
+            outbox.send(self._inbox.address, Shutdown())
             self._thread.join()
         self._inbox.close()
         self._outbox.close()

@@ -124,7 +124,7 @@ class LocalReplica:
     def finish(self, outbox: Outbox) -> None:
         """Stop running. Raise the error that ended a rank."""
         for record in self.records:
-            outbox.send(record.address, Shutdown(reason="the run is over"))
+            outbox.send(record.address, Shutdown())
         self._results()
 
     def _results(self) -> list[Any]:

@@ -133,7 +133,7 @@ class FakeReplica:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         outbox = Outbox()
-        outbox.send(self.peer.address, Shutdown(reason="test over"))
+        outbox.send(self.peer.address, Shutdown())
         self._thread.join()
         outbox.close()
 

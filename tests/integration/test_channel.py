@@ -12,8 +12,7 @@ import zmq
 from cluster import channel
 from cluster.channel import MAX_FRAME_BYTES, AsyncInbox, Inbox, Outbox, draw_key, encode
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.messages import Drain, Message
-from cluster.spec.step_messages import Shutdown
+from cluster.spec.messages import CheckHealth, Drain, Message
 from cluster.spec.worker_spec import ChannelKey, Rendezvous
 
 pytestmark = pytest.mark.integration
@@ -68,8 +67,8 @@ def raw_sender(
 def test_members_reach_each_other(inbox: Inbox) -> None:
     with closing(Outbox(KEY)) as outbox:
         for number in range(100):
-            outbox.send(inbox.address, Shutdown(reason=str(number)))
-        assert receive(inbox, 100) == [Shutdown(reason=str(number)) for number in range(100)]
+            outbox.send(inbox.address, CheckHealth(reply_to=str(number)))
+        assert receive(inbox, 100) == [CheckHealth(reply_to=str(number)) for number in range(100)]
     assert not +inbox.dropped
 
 
@@ -83,10 +82,10 @@ def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch, inbox: Inb
             now_s = 50.0 * number
             with closing(Inbox(HOST, KEY)) as gone:
                 outbox.send(gone.address, Drain())
-            outbox.send(inbox.address, Shutdown(reason=str(number)))
+            outbox.send(inbox.address, CheckHealth(reply_to=str(number)))
             counts.append(len(list(Path("/proc/self/fd").iterdir())))
         assert max(counts) < counts[0] + len(counts) / 2
-        assert receive(inbox, 30) == [Shutdown(reason=str(number)) for number in range(30)]
+        assert receive(inbox, 30) == [CheckHealth(reply_to=str(number)) for number in range(30)]
         now_s += 1000.0
         outbox.send("tcp://127.0.0.1:1", Drain())
         outbox.send(inbox.address, Drain())
@@ -106,7 +105,7 @@ def test_a_sender_with_another_key_is_refused_and_counted(inbox: Inbox) -> None:
     """The stranger may even know the public half of the key."""
     stranger = draw_key()
     with zmq.Context() as context, raw_sender(inbox.address, stranger, context, KEY.public) as pusher:
-        pusher.send(encode(Shutdown(reason="evil")))
+        pusher.send(encode(CheckHealth(reply_to="evil")))
         wait_dropped(inbox, "stranger")
     send(inbox.address, Drain(), KEY)
     assert receive(inbox, 1) == [Drain()]
@@ -115,7 +114,7 @@ def test_a_sender_with_another_key_is_refused_and_counted(inbox: Inbox) -> None:
 @pytest.mark.parametrize("key", [None, draw_key()])
 def test_senders_without_the_key_are_dropped_and_counted(inbox: Inbox, key: ChannelKey | None) -> None:
     with zmq.Context() as context, raw_sender(inbox.address, key, context) as pusher:
-        pusher.send(encode(Shutdown(reason="evil")))
+        pusher.send(encode(CheckHealth(reply_to="evil")))
         wait_dropped(inbox, "stranger")
         send(inbox.address, Drain(), KEY)
         assert receive(inbox, 1) == [Drain()]
@@ -142,7 +141,7 @@ def test_an_invalid_frame_is_dropped_and_counted(inbox: Inbox, frame: bytes) -> 
 
 def test_a_frame_over_the_limit_is_dropped_and_counted(inbox: Inbox) -> None:
     with zmq.Context() as context, raw_sender(inbox.address, KEY, context) as pusher:
-        pusher.send(encode(Shutdown(reason="x" * MAX_FRAME_BYTES)))
+        pusher.send(encode(CheckHealth(reply_to="x" * MAX_FRAME_BYTES)))
         wait_dropped(inbox, "large")
         pusher.send(encode(Drain()))
         assert receive(inbox, 1) == [Drain()]
@@ -157,10 +156,10 @@ def test_an_endless_frame_closes_the_connection(monkeypatch: pytest.MonkeyPatch)
         raw_sender(strict.address, KEY, context) as pusher,
     ):
         with pusher.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
-            pusher.send(encode(Shutdown(reason="x" * (1 << 19))))
+            pusher.send(encode(CheckHealth(reply_to="x" * (1 << 19))))
             assert len(receive(strict, 1)) == 1
             assert not monitor.poll(0)
-            pusher.send(encode(Shutdown(reason="x" * (2 << 20))))
+            pusher.send(encode(CheckHealth(reply_to="x" * (2 << 20))))
             assert monitor.poll(int(WAIT_S * 1000))
             pusher.disable_monitor()
         assert strict.receive(0.1) == []
@@ -168,8 +167,10 @@ def test_an_endless_frame_closes_the_connection(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_message_over_the_limit_is_not_sent(inbox: Inbox) -> None:
     with closing(Outbox(KEY)) as outbox:
-        with pytest.raises(PeerUnreachableError, match=f"^Shutdown has .* bytes; allowed: at most {MAX_FRAME_BYTES}"):
-            outbox.send(inbox.address, Shutdown(reason="x" * MAX_FRAME_BYTES))
+        with pytest.raises(
+            PeerUnreachableError, match=f"^CheckHealth has .* bytes; allowed: at most {MAX_FRAME_BYTES}"
+        ):
+            outbox.send(inbox.address, CheckHealth(reply_to="x" * MAX_FRAME_BYTES))
         outbox.send(inbox.address, Drain())
         assert receive(inbox, 1) == [Drain()]
 

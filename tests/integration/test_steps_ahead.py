@@ -84,7 +84,7 @@ def decode(folder: Path, *, is_asynchronous: bool) -> Iterator[Decode]:
     try:
         yield Decode(worker, inbox, outbox, record.address)
     finally:
-        outbox.send(record.address, Shutdown(reason="test over"))
+        outbox.send(record.address, Shutdown())
         thread.join()
         worker.close()
         inbox.close()

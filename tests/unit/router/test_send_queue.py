@@ -5,8 +5,7 @@ from typing import cast
 
 from cluster.channel import Outbox
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.messages import Message
-from cluster.spec.step_messages import Shutdown
+from cluster.spec.messages import CheckHealth, Message
 from router.send_queue import SendQueue
 
 
@@ -22,7 +21,7 @@ class Post:
         self.sent.append((address, message))
 
 
-FIRST, SECOND, THIRD = (cast(Message, Shutdown(reason=reason)) for reason in ("1", "2", "3"))
+FIRST, SECOND, THIRD = (cast(Message, CheckHealth(reply_to=reason)) for reason in ("1", "2", "3"))
 
 
 async def test_messages_leave_in_order_at_the_end_of_a_pass() -> None:

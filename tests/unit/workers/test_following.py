@@ -100,7 +100,7 @@ def test_a_step_is_not_awaited_while_the_next_plan_may_come() -> None:
         yield [plan_of(3)]
         rank.over = {2, 3}
         yield from ([], [])
-        yield [Shutdown(reason="over")]
+        yield [Shutdown()]
 
     rank = Rank(inbox())
     assert rank.follow() == [("begin", 1), ("begin", 2), ("wait", 1), ("begin", 3), ("wait", 2), ("wait", 3)]
@@ -115,7 +115,7 @@ def test_an_endless_step_is_awaited_where_a_watcher_sees_it() -> None:
         assert rank.calls == [("begin", 1)]
         rank.now_s = 10.0
         yield []
-        yield [Shutdown(reason="over")]
+        yield [Shutdown()]
 
     rank = Rank(inbox())
     assert rank.follow() == [("begin", 1), ("wait", 1)]
@@ -126,7 +126,7 @@ def test_a_tier_job_follows_the_steps_before_it() -> None:
 
     def inbox() -> Iterator[list[Message]]:
         yield [plan_of(1), TierJob(job_id=7, kind=TierJobKind.SAVE, pages=[]), plan_of(2)]
-        yield [Shutdown(reason="over")]
+        yield [Shutdown()]
 
     calls = Rank(inbox()).follow()
     assert calls.index(("begin", 1)) < calls.index(("job", 7)) < calls.index(("begin", 2))
