@@ -44,7 +44,7 @@ def place(
     return _assign(config, capacity, sizes)
 
 
-def demand_of(config: DeployConfig, only: Sequence[ReplicaId] | None = None) -> Demand:
+def demand_of(config: DeployConfig, only: Sequence[ReplicaId] | None) -> Demand:
     """Return the bundles that replicas need; by default, all replicas of the configuration."""
     cpus, gpus = _resources(config)
     return Demand(

@@ -70,7 +70,8 @@ class RequestTable:
         draw: Callable[[], Room] = draw_room,
         max_retries: int = MAX_RETRIES,
         retry_backoff_s: float = RETRY_BACKOFF_S,
-        max_unanswered: int = 60,
+        *,
+        max_unanswered: int,
     ) -> None:
         """Start without requests. ``load`` and ``breakers`` are updated here and read by ``pick``.
 

@@ -108,8 +108,8 @@ async def run_load(
     model: str,
     workload: Workload,
     *,
-    traced: bool = False,
-    on_progress: Callable[[RequestRecord], None] = lambda _: None,
+    traced: bool,
+    on_progress: Callable[[RequestRecord], None],
 ) -> list[RequestRecord]:
     """Send a warm-up request and then the workload. Return one record per request, in order of arrival.
 

@@ -80,7 +80,7 @@ def random_workload(
 
 
 def text_workload(
-    texts: Sequence[tuple[str, int]], *, name: str, concurrency: int | None, request_rate: float | None = None
+    texts: Sequence[tuple[str, int]], *, name: str, concurrency: int | None, request_rate: float | None
 ) -> Workload:
     """Return requests with the given prompts and lengths of answers. ``request_rate`` is as in `random_workload`."""
     return _workload(texts, name, concurrency, request_rate)

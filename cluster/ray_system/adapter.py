@@ -62,7 +62,7 @@ class RaySystem:
     """Connection to one Ray cluster, as a context manager that cleans up after itself."""
 
     def __init__(
-        self, namespace: str, address: str | None, num_cpus: int, *, worker_logs: bool, has_dashboard: bool = False
+        self, namespace: str, address: str | None, num_cpus: int, *, worker_logs: bool, has_dashboard: bool
     ) -> None:
         """Join the cluster at an address, or start one on this machine.
 

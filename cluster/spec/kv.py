@@ -202,9 +202,7 @@ def key_value_group(
     return attention_group(layers, num_heads, parts, window)
 
 
-def attention_group(
-    layers: Iterable[int], num_heads: int, parts: tuple[KvPart, ...], window: int | None = None
-) -> KvGroup:
+def attention_group(layers: Iterable[int], num_heads: int, parts: tuple[KvPart, ...], window: int | None) -> KvGroup:
     """Return the KV group of full, indexed or sliding-window attention."""
     name = FULL_ATTENTION if window is None else SLIDING_ATTENTION
     if any(part.name == INDEX_PART for part in parts):
@@ -229,7 +227,7 @@ def page_keys(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[
     return keys
 
 
-def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int, salt: str = "") -> None:
+def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int, salt: str) -> None:
     """Append the keys of the full pages that follow the known ones."""
     data = TokenIds.of(token_ids[len(keys) * page_size : len(token_ids) // page_size * page_size]).packed
     key = keys[-1] if keys else _seed(salt)

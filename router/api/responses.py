@@ -189,7 +189,7 @@ class ShownPrompt:
     logprobs: PromptLogprobs | None = None
 
 
-def completion_logprobs(tokenizer: Tokenizer, chunk: OutputChunk, num_chars: int = 0) -> CompletionLogprobs | None:
+def completion_logprobs(tokenizer: Tokenizer, chunk: OutputChunk, num_chars: int) -> CompletionLogprobs | None:
     """Return a chunk's log-probabilities, or None if not requested. ``num_chars`` characters precede its text."""
     if not chunk.logprobs:
         return None

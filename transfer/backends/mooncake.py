@@ -40,7 +40,7 @@ class MooncakeBackend:
     # engine reads from an open connection without checking permissions again.
     settle_s = 120.0
 
-    def __init__(self, host: str, protocol: TransferProtocol = TransferProtocol.TCP) -> None:
+    def __init__(self, host: str, protocol: TransferProtocol) -> None:
         """Start the engine.
 
         Raises:

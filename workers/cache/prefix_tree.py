@@ -161,7 +161,7 @@ class PrefixTree:
         self._add(_Node(key, page, None, index, depth))
         return True
 
-    def num_own(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> int:
+    def num_own(self, keys: Sequence[bytes], pages: Sequence[int], first: int) -> int:
         """Return how many leading pages the tree has or could insert. The tree must have the first ``first`` pages."""
         num_pages = min(len(keys), len(pages))
         for number in range(first, num_pages):

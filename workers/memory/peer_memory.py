@@ -134,11 +134,7 @@ class TierMemory:
 
 
 def open_peer_memory(
-    layout: PoolLayout,
-    device: Device,
-    backend: TransferBackend,
-    verify: Verify,
-    head_copies: Communicator | None = None,
+    layout: PoolLayout, device: Device, backend: TransferBackend, verify: Verify, head_copies: Communicator | None
 ) -> PeerMemory:
     """Allocate a pool. On a CPU, the pool is the region itself; on a GPU, see ``open_apart``."""
     if device.has_own_memory:

@@ -24,7 +24,7 @@ from workers.scheduler.waiting import Waiting
 class PageHolders:
     """Sequences of one step scheduler. Sequences with pages run; all others wait."""
 
-    def __init__(self, allocator: PageAllocator, page_size: int, tiers: Tiers | None = None) -> None:
+    def __init__(self, allocator: PageAllocator, page_size: int, tiers: Tiers | None) -> None:
         self._allocator, self._page_size, self._tiers = allocator, page_size, tiers
         self._num_arrivals = 0
         self._releases: list[Room] = []

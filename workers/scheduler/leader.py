@@ -182,7 +182,7 @@ class DpLeader(ABC):
             self.recorder.trace(submit.room)
         self.recorder.enter(submit.room, state, self._now_s)
 
-    def send_failure(self, submit: Submit, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
+    def send_failure(self, submit: Submit, reason: str, *, retryable: bool, blame: Blame) -> None:
         self.send(submit.router.address, self._failure(submit.room, reason, retryable, blame))
 
     def problem_of(self, sampled: Sampled) -> tuple[str, Blame] | None:

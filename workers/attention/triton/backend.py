@@ -60,7 +60,7 @@ def paged_items(
     ]
 
 
-def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | None = None) -> list[Item]:
+def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | None) -> list[Item]:
     """Return the work items of ``prepare_rows``."""
     segments: dict[int, list[Segment]] = {}
     first_rows = list(accumulate((run.count for run in query_runs), initial=0))

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from workers.cache.lifetimes import ONE_LIFETIME, Lifetimes
+from workers.cache.lifetimes import Lifetimes
 
 
 class Pins:
@@ -12,7 +12,7 @@ class Pins:
     A page stays pinned while any pinned prompt contains it, even before the page is in host memory.
     """
 
-    def __init__(self, pages_per_owner: int, num_owners: int, lifetimes: Lifetimes = ONE_LIFETIME) -> None:
+    def __init__(self, pages_per_owner: int, num_owners: int, lifetimes: Lifetimes) -> None:
         self._lifetimes = lifetimes
         self._pages_per_owner = pages_per_owner
         self.limit = pages_per_owner // 2
