@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from router.api.responses import (
+from router.api.completions import (
     ChatChoice,
     ChatChunkChoice,
     ChatLogprobs,

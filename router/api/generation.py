@@ -13,16 +13,16 @@ from starlette.responses import Response
 
 from cluster.tokenizer import Tokenizer
 from router.answer import Answer
+from router.api.completions import ChatChunk, ChatCompletion, Completion, PromptTokensDetails, Usage
 from router.api.document import document
 from router.api.front import Arrival, arrival_of, dp_rank_of, preprocess, priority_of, session_of
 from router.api.response_writer import ResponseObject, ResponseWriter
-from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTokensDetails, Usage
 from router.api.writers import ChatWriter, CompletionWriter, Writer
 from router.connection import EventStream, JsonAnswer, unless_client_leaves
 from router.errors import ClientLeftError, bad_request
 from router.page_index import PromptKeys
 from router.preprocess.intake import SEED_MASK
-from router.preprocess.job import ChatOptions, CompletionOptions, Preprocessed, ResponsesOptions, Route
+from router.preprocess.job import ChatOptions, CompletionOptions, Preprocessed, ResponseOptions, Route
 from router.preprocess.requests import ChatRequest, CompletionRequest
 from router.preprocess.response_request import ResponseRequest
 from router.records import TRACEPARENT, log_request
@@ -105,7 +105,7 @@ def _writer(service: Service, arrival: Arrival, asked: Preprocessed) -> Writer:
             return CompletionWriter(request_id, service.model, options, prompts, asked.num_choices)
         case ChatOptions() as options:
             return ChatWriter(request_id, service.model, options, asked.requests[0].prompt_ids, asked.num_choices)
-        case ResponsesOptions() as options:
+        case ResponseOptions() as options:
             return ResponseWriter(request_id, service.model, options)
 
 

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from cluster.spec.sampling import FinishReason
-from router.api.responses import PromptTokensDetails, Usage, chat_logprobs
+from router.api.completions import PromptTokensDetails, Usage, chat_logprobs
 from router.api.writers import new_reader
 from router.errors import RequestFailedError
 from router.message import MessageEvent, ReasoningEvent, new_call_id
-from router.preprocess.job import ResponsesOptions
+from router.preprocess.job import ResponseOptions
 from router.preprocess.model import ServedModel
 from router.preprocess.response_request import sealed
 from router.text import OutputChunk
@@ -271,7 +271,7 @@ class _Call(_Growing):
 
 
 class ResponseWriter:
-    def __init__(self, request_id: str, model: ServedModel, options: ResponsesOptions) -> None:
+    def __init__(self, request_id: str, model: ServedModel, options: ResponseOptions) -> None:
         self._tokenizer = model.tokenizer
         self._reader = new_reader(model, options.form)
         self._numbers = itertools.count()
@@ -344,7 +344,7 @@ class ResponseWriter:
         return b"".join(frames)
 
 
-def _created(request_id: str, model: ServedModel, options: ResponsesOptions) -> ResponseObject:
+def _created(request_id: str, model: ServedModel, options: ResponseOptions) -> ResponseObject:
     # The client's fields stay encoded, since some are long.
     fields: dict[str, Any] = msgspec.json.decode(options.fields, type=dict[str, msgspec.Raw])
     return ResponseObject(

@@ -12,8 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from cluster.spec.sampling import FinishReason
 from cluster.tokenizer import Tokenizer
-from router.api.gathered import GatheredChat, GatheredCompletion
-from router.api.responses import (
+from router.api.completions import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
@@ -33,10 +32,11 @@ from router.api.responses import (
     prompt_logprobs,
     top_logprobs,
 )
+from router.api.gathered import GatheredChat, GatheredCompletion
 from router.connection import event
 from router.errors import RequestFailedError
 from router.message import CallPart, MessagePart, MessageReader
-from router.preprocess.job import AnswerForm, ChatOptions, CompletionOptions, ResponseOptions
+from router.preprocess.job import AnswerForm, AnswerOptions, ChatOptions, CompletionOptions
 from router.preprocess.model import ServedModel
 from router.text import OutputChunk
 
@@ -70,7 +70,7 @@ class TextWriter(ABC):
         self,
         response_id: str,
         model: ServedModel,
-        options: ResponseOptions,
+        options: AnswerOptions,
         prompts: Sequence[ShownPrompt],
         num_choices: int,
         write_logprobs: Callable[[Tokenizer, OutputChunk], Sequence[msgspec.Raw]],

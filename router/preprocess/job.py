@@ -35,8 +35,8 @@ class Job(Tagged, frozen=True, kw_only=True):
     """True if replicas are chosen by the pages that they have cached."""
 
 
-class ResponseOptions(Tagged, frozen=True, kw_only=True):
-    """Options of a response, which do not concern the replicas."""
+class AnswerOptions(Tagged, frozen=True, kw_only=True):
+    """Options of an answer, which do not concern the replicas."""
 
     include_usage: bool = False
     continuous_usage: bool = False
@@ -44,7 +44,7 @@ class ResponseOptions(Tagged, frozen=True, kw_only=True):
     num_prompt_logprobs: int | None = None
 
 
-class CompletionOptions(ResponseOptions, frozen=True, kw_only=True):
+class CompletionOptions(AnswerOptions, frozen=True, kw_only=True):
     echoes: list[str] = []
     """Text of every prompt; empty unless the response repeats them."""
     with_logprobs: bool = False
@@ -61,12 +61,12 @@ class AnswerForm(msgspec.Struct, frozen=True):
     not call any."""
 
 
-class ChatOptions(ResponseOptions, frozen=True, kw_only=True):
+class ChatOptions(AnswerOptions, frozen=True, kw_only=True):
     form: AnswerForm
     include_reasoning: bool = True
 
 
-class ResponsesOptions(ResponseOptions, frozen=True, kw_only=True):
+class ResponseOptions(AnswerOptions, frozen=True, kw_only=True):
     """Options of ``/v1/responses``."""
 
     form: AnswerForm = AnswerForm()
@@ -80,7 +80,7 @@ class Preprocessed(Tagged, frozen=True, kw_only=True):
 
     requests: list[GenerateRequest]
     """One request per prompt, without the facts that the HTTP headers give."""
-    options: CompletionOptions | ChatOptions | ResponsesOptions
+    options: CompletionOptions | ChatOptions | ResponseOptions
     num_choices: int = 1
     stream: bool = False
     priority: int | None = None

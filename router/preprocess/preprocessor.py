@@ -18,7 +18,7 @@ from router.preprocess.job import (
     Job,
     JsonText,
     Preprocessed,
-    ResponsesOptions,
+    ResponseOptions,
     Route,
 )
 from router.preprocess.model import ServedModel
@@ -108,7 +108,7 @@ def _response(model: ServedModel, job: Job, body: ResponseRequest) -> Preprocess
         request, form = chat_request(model, chat, job.max_tokens)
     except ApiError as error:
         raise in_own_words(error) from None
-    options = ResponsesOptions(
+    options = ResponseOptions(
         **_common(chat),
         form=form,
         encrypts_reasoning=ENCRYPTED_REASONING in (body.include or ()),
@@ -162,7 +162,7 @@ def _outcome(
     job: Job,
     body: GenerationBody,
     requests: Sequence[GenerateRequest],
-    options: CompletionOptions | ChatOptions | ResponsesOptions,
+    options: CompletionOptions | ChatOptions | ResponseOptions,
     fields: Mapping[str, Any],
 ) -> Preprocessed:
     """Return the outcome; ``fields`` are the undeclared fields of the client's body, which can name the session."""

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponseUsage
 
 from router.api import response_writer
+from router.api.completions import PromptTokensDetails, Usage
 from router.api.response_writer import Event, OutputCall, OutputItem, OutputMessage, OutputReasoning
-from router.api.responses import PromptTokensDetails, Usage
 from router.message import MessageReader, Thinking
-from router.preprocess.job import ResponsesOptions
+from router.preprocess.job import ResponseOptions
 from router.preprocess.model import ServedModel
 from router.tool_calls.json_parsers import HermesParser
 
@@ -115,7 +115,7 @@ def test_log_probabilities_are_in_the_item_with_their_text() -> None:
 @pytest.mark.parametrize("tiers", [{}, {"host_tokens": 16, "storage_tokens": 8}])
 def test_the_usage_has_what_openais_client_requires_and_the_tiers_of_the_prompt(tiers: dict[str, int]) -> None:
     model = cast("ServedModel", SimpleNamespace(name="m", tokenizer=None, dialect=None))
-    options = ResponsesOptions(fields=REPEATED)
+    options = ResponseOptions(fields=REPEATED)
     details = PromptTokensDetails(cached_tokens=32, **tiers)
     usage = Usage(prompt_tokens=40, completion_tokens=2, total_tokens=42, prompt_tokens_details=details)
     written = json.loads(response_writer.ResponseWriter("x", model, options).whole(usage))["usage"]

@@ -1,4 +1,4 @@
-"""Response bodies of OpenAI's API, including their forms of log-probabilities.
+"""Response bodies of ``/v1/completions`` and ``/v1/chat/completions``, and all routes' forms of log-probabilities.
 
 They are msgspec structs because a stream encodes one per token.
 """
