@@ -23,19 +23,21 @@ if TYPE_CHECKING:
     from cluster.planner.projections import ProjectionsPlan
     from cluster.planner.traffic import TrafficPlan
 
+File = Annotated[Path, typer.Argument(help="Deploy file, or the name of a built-in one.")]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the file. Repeatable.")
+]
 _AXES = ("dp", "cp", "tp", "pp")
 _MOE_AXES = ("moe_dp", "ep", "moe_tp")
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(help="Deploy file, or the name of a built-in one.")] = DEFAULT_FILE,
+    file: File = DEFAULT_FILE,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List the checks that pass, too.")] = False,
     model: Annotated[str | None, typer.Option(help="Model to use instead of the file's.")] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the file. Repeatable.")
-    ] = None,
+    changes: Changes = None,
 ) -> None:
     """Show the replicas, ranks, groups, KV memory, ports and checks of a deploy file without starting anything.
 

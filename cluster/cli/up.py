@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.plan import overrides
+from cluster.cli.plan import Changes, File, overrides
 from cluster.cli.running import Note, RunningCluster, control_path
 from cluster.cli.stop_signals import StopSignals
 from cluster.log_files import LogSession
@@ -47,11 +46,9 @@ _LOOK_S = 0.5
 
 
 def up(
-    file: Annotated[Path, typer.Argument(help="Deploy file, or the name of a built-in one.")] = DEFAULT_FILE,
+    file: File = DEFAULT_FILE,
     model: Annotated[str | None, typer.Option(help="Model to serve instead of the file's.")] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the file. Repeatable.")
-    ] = None,
+    changes: Changes = None,
     address: Annotated[
         str | None,
         typer.Option(envvar="RAY_ADDRESS", help="Ray cluster to join. Default: start one on this machine."),
