@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -189,9 +188,7 @@ class Answer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.is_left = True
         self._take_unread()
         self._leave(self.choice_ids)

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from msgspec.structs import replace
@@ -61,10 +60,8 @@ class RecordedAnswer(Answer):
             batch.logprobs = []
         super().push(index, batch)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
         self._on_end(self)
 
     def probe(self, now_s: float) -> GenerateRequest:

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -77,7 +76,7 @@ class Note:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: TracebackType | type[BaseException] | BaseException | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _write(self, cluster: RunningCluster) -> None:

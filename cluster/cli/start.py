@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import httpx
@@ -122,7 +121,7 @@ class StartProgress:
             self._live.start()
         return self
 
-    def __exit__(self, *_: TracebackType | type[BaseException] | BaseException | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.finish()
 
     def finish(self) -> None:
