@@ -156,7 +156,7 @@ class IndexerConfig:
     num_heads: int
     head_dim: int
     top_k: int
-    is_interleaved: bool = False
+    is_interleaved: bool
     """True if checkpoint dimensions 2i and 2i + 1 of a rotated part form a pair, as in `LatentAttentionConfig`."""
 
     @property
@@ -178,9 +178,9 @@ class LatentAttentionConfig:
     rope_dim: int
     """Width of the rotated part. All heads share its keys."""
     value_dim: int
-    is_interleaved: bool = True
+    is_interleaved: bool
     """True if checkpoint dimensions 2i and 2i + 1 are rotated as a pair. If False, i and i + rope_dim/2 are."""
-    bias: bool = False
+    bias: bool
     """True if the projections of hidden states to latents, and the output projection, have a bias."""
     indexer: IndexerConfig | None = None
     """Choice of the keys that a query uses. None if it uses all visible keys."""

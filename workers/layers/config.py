@@ -83,7 +83,7 @@ FeedForwardConfig = MlpConfig | MoeConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding. Fields that its type does not use keep their defaults."""
+    """Rotary position embedding. Fields that its type does not use have default values."""
 
     rope_type: RopeType
     theta: float
@@ -92,13 +92,13 @@ class RopeConfig:
     """Length in tokens beyond which `dynamic` scales frequencies."""
     original_max_position_embeddings: int
     """Pre-training length in tokens, for `llama3` and `yarn`."""
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    attention_factor: float | None
     """Scale of cosines and sines for `yarn`. If None, it is derived from factor, mscale and mscale_all_dim."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
+    beta_fast: float
+    beta_slow: float
+    mscale: float | None
+    mscale_all_dim: float | None
+    truncate: bool

@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -23,7 +23,6 @@ from workers.expert_parallel.dispatch_cost import BlockShape, ExpertExchange
 from workers.layers.attention_config import AnyAttentionConfig, AttentionForm, LatentAttentionConfig
 from workers.layers.config import FeedForwardConfig, MoeConfig, RopeConfig
 from workers.quant.interface import WeightFormat
-from workers.quant.plain import PlainFormat
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 INPUT_TABLE = "embed_tokens.weight"
@@ -100,11 +99,11 @@ class DecoderConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: Dtype
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str]
     """Checkpoint names of modules that differ from the usual names, by module name."""
-    num_draft_layers: int = 0
+    num_draft_layers: int
     """Number of layers for speculative decoding that a checkpoint may contain after the others. They are ignored."""
-    weight_format: WeightFormat = field(default_factory=PlainFormat)
+    weight_format: WeightFormat
     """Format in which the checkpoint stores weights."""
 
     def __post_init__(self) -> None:
