@@ -90,9 +90,7 @@ def _deepseek_template(folder: Path) -> str:
 
 
 def _tools_text(folder: Path) -> tuple[str, str]:
-    """Return what DeepSeek-V3.2 reads about tools, from the Python code in its folder, which is not run, or why there
-    is no such text.
-    """
+    """Return the text about tools for DeepSeek-V3.2, from Python code that is not run, or why it is missing."""
     path = folder / "encoding" / "encoding_dsv32.py"
     if not path.is_file():
         return "", f"tools need {path}, which DeepSeek's repository has"

@@ -60,7 +60,7 @@ class Tokenizer:
         templates = read_templates(folder, tokenizer_config, config.get("model_type"))
         self.chat_template = templates.get("default", next(iter(templates.values()), None))
         self.tool_template = templates.get("tool_use", self.chat_template)
-        """Template of conversations with tools, which some models have apart, such as Hermes."""
+        """Template of conversations with tools. Some models, such as Hermes, have a separate one."""
         self._template = compile_template(self.chat_template)
         is_same = self.tool_template == self.chat_template
         self._tool_template = self._template if is_same else compile_template(self.tool_template)

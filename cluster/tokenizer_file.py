@@ -52,7 +52,7 @@ def _split_pattern(folder: Path) -> str:
 
 
 def _from_ranks(ranks: Mapping[bytes, int], pattern: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Return the tokenizer that joins the pair of parts whose whole has the lowest rank, as long as there is one."""
+    """Return a BPE tokenizer, which joins the two parts whose union has the lowest rank until no union has a rank."""
     spelled, added = {token: _spell(token) for token in ranks}, _added_tokens(len(ranks), config)
     vocab = {spelled[token]: rank for token, rank in ranks.items()}
     vocab |= {token.content: token_id for token_id, token in added.items()}

@@ -96,7 +96,7 @@ class ParityProbe:
         """Future of the next answer to record; None while no answer is wanted."""
 
     def maker(self, requests: Sequence[GenerateRequest]) -> Callable[..., Answer]:
-        """Return what makes the answer of these requests: a ``RecordedAnswer`` if one is wanted and can be probed."""
+        """Return the constructor of these requests' answer: a ``RecordedAnswer`` if one is wanted and can be probed."""
         wanted = self._wanted
         if wanted is None or len(requests) > 1 or (num_left := self.max_len - len(requests[0].prompt_ids)) <= 0:
             return Answer

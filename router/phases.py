@@ -37,7 +37,7 @@ def phases_of(times: PhaseTimes, opened_s: float, first_s: float) -> list[Phase]
 
 
 def totals_of(phases: Iterable[Phase]) -> dict[str, float]:
-    """Return the seconds of each phase by name, with communication apart, in the order of their first occurrences."""
+    """Return the seconds of each phase by name, in order of first occurrence. Communication is a phase of its own."""
     totals: dict[str, float] = {}
     for phase in phases:
         own_s = phase.seconds - phase.communication_s

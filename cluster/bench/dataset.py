@@ -26,7 +26,7 @@ class PromptEntry(msgspec.Struct, frozen=True):
     output_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Number of tokens of the answer; None if the file has none."""
     answer: str = ""
-    """Answer in the file, whose length counts if there is no ``output_len``."""
+    """Answer in the file. Its length replaces a missing ``output_len``."""
 
 
 class _Turn(msgspec.Struct, frozen=True):

@@ -128,7 +128,7 @@ def find_running(name: str | None) -> RunningCluster:
 
 
 def endpoint_url(url: str | None, name: str | None) -> str:
-    """Return the base URL that is given, without `/v1`, or else that of a running cluster, or else the default one.
+    """Return the given base URL without `/v1`, otherwise that of a running cluster, otherwise the default one.
 
     Raises:
         UserError: both are given, no such cluster is running, several are and no name is given, or it is starting.

@@ -54,7 +54,7 @@ _SHOWN_BYTES = 60
 _REQUEST_BYTES = 4 << 10
 """Memory of a request besides its headers."""
 _UNREAD_BYTES = 4 << 10
-"""Size of what the kernel does not take from a response, above which the client is watched."""
+"""Number of bytes of a response that wait for the kernel to take them, above which the client is watched."""
 _HEADER_BYTES = 128
 """Memory of a header besides its characters."""
 _CLOCK = SystemClock()
@@ -91,7 +91,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Bytes since the last packet with the end of a head, a part of a body, or the end of a request."""
     _num_discarded = 0
     _is_deaf = False
-    """True if what the client sends is discarded."""
+    """True if data from the client is discarded."""
     _has_said_all = False
     """True if no response follows."""
 
@@ -100,7 +100,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         raise NotImplementedError
 
     def client_of(self, scope: Any) -> Hashable:
-        """Return what requests of the same client have in common; they take turns with those of other clients."""
+        """Return the identity of the client that sent a request. Clients take turns."""
         return (scope.get("client") or ("",))[0]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -385,7 +385,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._limit(None, LINGER_S, self._wire.abort)
 
     def _hang_up(self) -> None:
-        """Close the connection once the client has read what is left, or when it reads too slowly."""
+        """Close the connection once the client has read the rest, or when it reads too slowly."""
         self._wire.close()
         if self._reader is None:
             self._reader = SlowClientWatch(self._wire, self.read_s)

@@ -22,9 +22,9 @@ MAX_UNREAD_BYTES = 128 << 20
 NUM_ACCEPTED = 16
 """Maximum number of connections that are accepted in one pass of the event loop."""
 MAX_UNFINISHED_BYTES = 32 << 20
-"""Maximum size of the request heads of which only a part has arrived."""
+"""Maximum size of all incomplete request heads together."""
 MAX_ARRIVED_BYTES = 64 << 20
-"""Maximum size of what has arrived of the requests that no application has begun to answer."""
+"""Maximum number of bytes received for requests that no application has begun to answer."""
 _BUFFER_BYTES, _PIECE_BYTES = 64 << 10, 1 << 10
 """Maximum number of bytes that are taken from a connection at once, and while many wait to be read."""
 _IDLE_SHARE = 0.5

@@ -6,9 +6,8 @@ from collections.abc import Hashable
 
 
 class Holdings:
-    """Bytes that connections hold. If they hold too many together, the client with most loses a connection.
-
-    It is the oldest of those that hold at least as much as this client's connections do on average.
+    """Bytes that connections hold. If they hold too many together, the client that holds most loses a connection: the
+    oldest one that holds at least as much as that client's connections do on average.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -37,7 +36,7 @@ class Holdings:
             chosen.abort()
 
     def forget(self, wire: asyncio.Transport) -> None:
-        """Release what a connection held."""
+        """Release the bytes of a connection."""
         if wire not in self._owners:
             return
         client = self._owners.pop(wire)

@@ -7,7 +7,7 @@ from array import array
 from contextlib import suppress
 
 LEAST_READ_BYTES = 16 << 10
-"""Number of bytes that a client has to read in a certain time, if more are there."""
+"""Number of bytes that a client must read in a certain time, unless it has read all."""
 
 
 def num_unread(transport: asyncio.Transport) -> int:

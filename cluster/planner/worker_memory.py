@@ -59,7 +59,7 @@ def _num_tables(config: DeployConfig, model: ModelFacts, *, is_first: bool, is_l
 
 
 def _is_rearranged(config: DeployConfig, model: ModelFacts) -> bool:
-    """Return whether a CPU rearranges matrices for products, as far as it has instructions for bf16."""
+    """Return whether the workers' CPUs rearrange matrices for products if they have instructions for bf16."""
     return config.resources.device is Device.CPU and model.dtype == "bfloat16"
 
 

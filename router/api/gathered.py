@@ -1,6 +1,6 @@
-"""Choices of an answer that is not streamed, gathered from what a stream would send.
+"""Choices of an answer that is not streamed, gathered from the chunks that a stream would send.
 
-They grow with each token, because to join a million tokens at the end would keep other clients waiting.
+They grow with each token, because joining a million tokens at the end would make other clients wait.
 """
 
 from array import array

@@ -79,7 +79,7 @@ async def _respond(service: Service, http: Request, route: Route) -> Response:
 def _complete(
     service: Service, arrival: Arrival, asked: Preprocessed, request: GenerateRequest, keys: Sequence[bytes]
 ) -> None:
-    """Add to a request what the headers say, and the ``keys`` of its first pages."""
+    """Add to a request the facts in the headers, and the ``keys`` of its first pages."""
     request.session_id, request.arrived_s = session_of(arrival, asked.session_id), arrival.arrived_s
     request.request_id = arrival.request_id
     request.priority = priority_of(arrival, asked.priority)
@@ -187,9 +187,9 @@ class AnswerReader:
             for first, request in enumerate(answer.requests)
             if request.sampling.num_prompt_logprobs is not None
         }
-        """Output of further choices, by first choice, until this one brings the prompt's log-probabilities.
+        """Output of further choices, by first choice, held back until that one has the prompt's log-probabilities.
 
-        Usually it is the first to have any output, but not if its replica was lost: then each choice starts anew.
+        Usually the first choice has output before the others, but not after a loss of its replica.
         """
 
     async def chunks(self) -> AsyncGenerator[list[OutputChunk], None]:

@@ -52,7 +52,7 @@ _NEVER = (
     | {"sampling_params", "sampling_seed", "token_ids_logprob", "top_logprobs_num"}
 )
 _OTHER_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-"""Fields of other servers, and what they are called here."""
+"""Names of fields in other servers, mapped to the names that this one supports."""
 _UNLESS_FALSE = (
     {"continue_final_message", "early_stopping", "echo", "return_cached_tokens_details"}
     | {"return_hidden_states", "return_meta_info", "return_prompt_token_ids", "return_routed_experts"}

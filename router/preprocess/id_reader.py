@@ -1,4 +1,4 @@
-"""Reading of token ids in JSON: with compiled code where there is a C++ compiler, or else with simdjson."""
+"""Reader of token ids in JSON: compiled code on machines with a C++ compiler, otherwise simdjson."""
 
 import ctypes
 import logging
@@ -18,7 +18,7 @@ _SOURCE = Path(__file__).with_name("ids.cpp")
 _PARSER = simdjson.Parser()
 """Parser of all but the longest lists. A new one takes longer to allocate its memory than to parse 8,192 ids."""
 _PARSER_BYTES = 1 << 20
-"""Size in bytes above which a list gets a parser of its own, whose memory is freed afterwards."""
+"""Size in bytes above which a list gets a new parser, whose memory is freed afterwards."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The served model, as far as requests depend on it."""
+"""Properties of the served model on which requests depend."""
 
 import logging
 from collections.abc import Mapping

@@ -81,7 +81,7 @@ class TaggedParser:
             self._expect_calls()
 
     def _read_between(self, text: str, hit: str | None) -> None:
-        """Read what is between calls, or before the first one."""
+        """Read text between calls, or before the first one."""
         is_call, is_blank = not self._unread, not text.strip()
         if is_call or not is_blank:
             self._say(self._take_unread() + text)
@@ -122,7 +122,7 @@ class TaggedParser:
         self._expect(self._read_arguments, self._closing, self._end, self._parameter)
 
     def _read_arguments(self, text: str, hit: str | None) -> None:
-        """Read an object, or what is between parameters."""
+        """Read an object, or text between parameters."""
         self._argue(self._arguments.between(text))
         if isinstance(self._arguments, _Parameters) and hit == self._parameter:
             self._expect(self._read_key, self._arguments.key_end)

@@ -59,7 +59,7 @@ class BackendChoice(NamedTuple):
 
 
 def load_backend(name: str, *given: Compiler) -> AttentionBackend:
-    """Import a backend and create it with what is given. Raises UserError if its package is missing."""
+    """Import and create a backend. Raises UserError if its package is missing."""
     module, _, attribute = BACKENDS[name].target.partition(":")
     try:
         backend: AttentionBackend = getattr(import_module(module), attribute)(*given)

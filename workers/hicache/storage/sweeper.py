@@ -103,7 +103,7 @@ class Sweeper:
     def _list(self) -> tuple[list[_Object], int]:
         """List all objects, and sum their bytes and the bytes of unfinished files. Remove files of killed writers.
 
-        Whatever alone exceeds the limit was not written as an object. It goes first, or its size would evict the rest.
+        A file larger than the limit is no object. It is removed first, since its size would evict all others.
         """
         objects, total_bytes = list[_Object](), 0
         abandoned_s = time.time() - _ABANDONED_S
