@@ -38,7 +38,7 @@ from workers.scheduler.decode_request import (
     stopping,
 )
 from workers.scheduler.leader import DpLeader
-from workers.scheduler.sequence import KvState, TokenSequence
+from workers.scheduler.sequence import KvState
 from workers.scheduler.step_scheduler import StepScheduler
 from workers.trace.recorder import Recorder
 
@@ -110,23 +110,9 @@ class DecodeLeader(DpLeader):
             super().report_cache()
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], step: ComputedStep) -> None:
-        self.note_computed(plan, step)
-        for sequence in self._scheduler.commit(plan, sampled):
-            request, token = self._requests[sequence.room], sampled[sequence.room]
-            if problem := self.problem_of(token):
-                reason, blame = problem
-                self._fail(request, reason, retryable=False, blame=blame)
-                continue
-            logprobs = [token.logprobs] if token.logprobs is not None else []
-            output = self._newest_output(sequence, logprobs, completes_grammar=token.completes_grammar)
-            if request.has_prompt:
-                self._emit(request, output)
-            else:
-                cached = CachedTokens() if request.submit.prompt_of else sequence.kv.cached
-                self._emit_first(request, replace(output, prompt_logprobs=token.prompt_logprobs, cached=cached))
+        super().commit(plan, sampled, step)
         self._send_delayed_tickets(plan.step)
         self._start_granted()
-        self.report_cache()
 
     def load(self) -> ReplicaLoad:
         submits = [request.submit for request in self._requests.values()]
@@ -142,6 +128,20 @@ class DecodeLeader(DpLeader):
             draining=self.draining or self._is_quarantined,
             num_preempted=self._scheduler.holders.num_preemptions,
         )
+
+    def _on_token(self, room: Room, sampled: Sampled) -> None:
+        request = self._requests[room]
+        if problem := self.problem_of(sampled):
+            reason, blame = problem
+            self._fail(request, reason, retryable=False, blame=blame)
+            return
+        logprobs = [sampled.logprobs] if sampled.logprobs is not None else []
+        output = self._newest_output(request, logprobs, completes_grammar=sampled.completes_grammar)
+        if request.has_prompt:
+            self._emit(request, output)
+        else:
+            cached = CachedTokens() if request.submit.prompt_of else request.kv.cached
+            self._emit_first(request, replace(output, prompt_logprobs=sampled.prompt_logprobs, cached=cached))
 
     def _on_submit(self, submit: Submit) -> None:
         is_known = submit.room in self._requests or submit.room in self.ended
@@ -269,16 +269,16 @@ class DecodeLeader(DpLeader):
         self._scheduler.add(request)
 
     def _newest_output(
-        self, sequence: TokenSequence, logprobs: list[TokenLogprobs], *, completes_grammar: bool
+        self, request: DecodeRequest, logprobs: list[TokenLogprobs], *, completes_grammar: bool
     ) -> Output:
         return Output(
-            room=sequence.room,
+            room=request.room,
             replica=self.me.replica,
             incarnation=self.me.incarnation,
-            first_index=sequence.num_outputs - 1,
-            token_ids=sequence.tokens[-1:],
+            first_index=request.num_outputs - 1,
+            token_ids=request.tokens[-1:],
             logprobs=logprobs,
-            finish=sequence.finish_reason(completes_grammar=completes_grammar),
+            finish=request.finish_reason(completes_grammar=completes_grammar),
         )
 
     def _emit_first(self, request: DecodeRequest, output: Output) -> None:

@@ -88,9 +88,19 @@ class DpLeader(ABC):
     def next_plan(self) -> StepPlan | None:
         """Return the next step. None if there is nothing to do."""
 
-    @abstractmethod
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], step: ComputedStep) -> None:
-        """Apply the outcome of a step. Call ``note_computed`` first."""
+        """Apply the outcome of a step, and record it in the requests whose prompts it computed."""
+        self._now_s = step.end_s
+        for scheduled in plan.scheduled:
+            request = self._requests.get(scheduled.room)
+            if request is not None and scheduled.output_position == request.submit.num_given:
+                request.steps.append(step)
+        for sequence in self._scheduler.commit(plan, sampled):
+            self._on_token(sequence.room, sampled[sequence.room])
+
+    @abstractmethod
+    def _on_token(self, room: Room, sampled: Sampled) -> None:
+        """Continue or end a request that has got a token."""
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()
@@ -141,14 +151,6 @@ class DpLeader(ABC):
         """Record requests that start in this step and no longer wait for storage."""
         for new in plan.new_requests:
             self.forget_in_tiers(new.room)
-
-    def note_computed(self, plan: StepPlan, step: ComputedStep) -> None:
-        """Record a step that has ended in the requests whose prompts it computed."""
-        self._now_s = step.end_s
-        for scheduled in plan.scheduled:
-            request = self._requests.get(scheduled.room)
-            if request is not None and scheduled.output_position == request.submit.num_given:
-                request.steps.append(step)
 
     def forget_in_tiers(self, room: Room) -> None:
         if self.tiers:

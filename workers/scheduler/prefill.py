@@ -4,15 +4,12 @@ A request waits for its ticket and is computed in chunks while the ranks send co
 every rank has reported that it will not read them again.
 """
 
-from collections.abc import Mapping
-
 from msgspec.structs import replace
 
 from cluster.spec.errors import move
 from cluster.spec.ids import Room, is_router
 from cluster.spec.kv import owner_base, pages_for
 from cluster.spec.messages import Blame, Cancel, Message, Submit, TableUpdate
-from cluster.spec.phases import ComputedStep
 from cluster.spec.registry import RankRecord, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import CancelSend, Destination, ForgetPeer, SendReport, StepPlan
@@ -88,21 +85,6 @@ class PrefillLeader(DpLeader):
         self.report_cache()
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], step: ComputedStep) -> None:
-        self.note_computed(plan, step)
-        for sequence in self._scheduler.commit(plan, sampled):
-            request, first = self._requests[sequence.room], sampled[sequence.room]
-            request.is_computed = not first.is_corrupted
-            if problem := self.problem_of(first):
-                reason, blame = problem
-                self._fail(request, reason, retryable=False, blame=blame)
-                continue
-            self._scheduler.holders.remove(request.room)
-            self._move(request, PrefillState.SENDING, "first token")
-            self.send(request.submit.decode.address, result_of(self._settings, request, first))
-            self._end_if_settled(request)
-        self.report_cache()
-
     def load(self) -> ReplicaLoad:
         queued = [request for request in self._requests.values() if request.state is PrefillState.QUEUED]
         return replace(
@@ -115,6 +97,18 @@ class PrefillLeader(DpLeader):
 
     def is_idle(self) -> bool:
         return super().is_idle() and not self._early_tickets
+
+    def _on_token(self, room: Room, sampled: Sampled) -> None:
+        request = self._requests[room]
+        request.is_computed = not sampled.is_corrupted
+        if problem := self.problem_of(sampled):
+            reason, blame = problem
+            self._fail(request, reason, retryable=False, blame=blame)
+            return
+        self._scheduler.holders.remove(room)
+        self._move(request, PrefillState.SENDING, "first token")
+        self.send(request.submit.decode.address, result_of(self._settings, request, sampled))
+        self._end_if_settled(request)
 
     def _on_submit(self, submit: Submit) -> None:
         room = submit.room

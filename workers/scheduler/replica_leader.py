@@ -130,6 +130,7 @@ class ReplicaLeader:
         step = ComputedStep(max(planned_s, self._ended_s[dp_rank]), now_s, communication_s)
         self._ended_s[dp_rank] = now_s
         self._leaders[dp_rank].commit(plan, sampled, step)
+        self._leaders[dp_rank].report_cache()
 
     def load(self) -> ReplicaLoad:
         loads = [leader.load() for leader in self._leaders]

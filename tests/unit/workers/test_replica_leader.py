@@ -79,6 +79,10 @@ class FakeLeader(DpLeader):
         self.steps.append(step)
         self.committed.append(plan.step)
 
+    def _on_token(self, room: Room, sampled: Sampled) -> None: ...
+
+    def report_cache(self) -> None: ...
+
     def load(self) -> ReplicaLoad:
         submits = [message for message in self.got if isinstance(message, Submit)]
         num_tokens = sum(len(submit.prompt_ids) for submit in submits)
