@@ -103,10 +103,6 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return self._windows.index(group.window)
 
     @property
-    def has_windows(self) -> bool:
-        return any(group.window is not None for group in self.groups)
-
-    @property
     def _windows(self) -> list[int | None]:
         return sorted({group.window for group in self.groups}, key=lambda window: -(window or math.inf))
 

@@ -190,7 +190,7 @@ def test_steps_that_send_tokens_to_experts_take_no_graph_memory(tmp_path: Path) 
 def test_sliding_windows_take_no_graph_memory(tmp_path: Path) -> None:
     shape = LLAMA_3_8B | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1}
     config, model = planned(tmp_path, shape, "")
-    assert model.geometry.has_windows
+    assert model.config.limits.has_windows
     assert expected_memory(config, config.decode, model).graphs == 0
 
 
