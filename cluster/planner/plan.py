@@ -6,7 +6,6 @@ from cluster.planner.memory import KvPlan, kv_plan, longest_problem, model_probl
 from cluster.planner.model import ModelFacts, UnknownModel
 from cluster.planner.projections import ProjectionsPlan, projections_plan
 from cluster.planner.traffic import TrafficPlan, traffic_plan
-from cluster.planner.worker_memory import weights_gib
 from cluster.spec.checks import CHECKS
 from cluster.spec.config import (
     DeployConfig,
@@ -112,7 +111,7 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
         traffic=traffic_plan(config, facts) if facts else None,
         ports=ports_of(config, model),
         checks=_checks(config, model),
-        advice=_advice(config, facts),
+        advice=_advice(config),
     )
 
 
@@ -142,16 +141,15 @@ def _head_copies(ranks: list[Position], model: ModelFacts | UnknownModel) -> lis
     return same_heads if len(same_heads) < len(ranks) else []
 
 
-def _advice(config: DeployConfig, model: ModelFacts | None) -> str | None:
+def _advice(config: DeployConfig) -> str | None:
     shares_cores = (
         config.resources.device is Device.CPU and config.transfer.backend is TransferBackendName.SHARED_MEMORY
     )
     if not shares_cores or config.prefill.skip_below_tokens:
         return None
-    weights = "" if model is None else f", each with {weights_gib(config, config.decode, model):.3g} GiB of weights"
     return (
         "where both roles share cores, workers wait for each other. Short prompts are served faster with "
-        f"prefill.skip_below_tokens: 1024 and a decode replica per core{weights}, as in deploy/local-cpu-fast.yaml."
+        "prefill.skip_below_tokens: 1024, as in deploy/local-cpu-fast.yaml."
     )
 
 
