@@ -69,7 +69,7 @@ class ByWork:
         return self._backends[Work.EXTEND].prepare_rows(query_runs, key_runs)
 
     def prepare_graph(self, shape: GraphShape) -> GraphAttention | None:
-        return self._backends[Work.MANY if shape.num_requests > 1 else Work.ONE].prepare_graph(shape)
+        return self._backends[Work.MANY].prepare_graph(shape)
 
     def prepare_selection(self, runs: Sequence[QueryRun], most_queries: int | None = None) -> StepSelection:
         return self._selections.prepare_selection(runs, most_queries)

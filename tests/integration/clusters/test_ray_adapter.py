@@ -209,7 +209,7 @@ def late(num_cpus, temp_dir, guard, common, has_dashboard):
 
 adapter.start_ray = late
 try:
-    with adapter.RaySystem("baton-late", None, num_cpus=1, worker_logs=False) as system:
+    with adapter.RaySystem("baton-late", None, num_cpus=1, worker_logs=False, has_dashboard=False) as system:
         print(len(system.machines()), "machine after", len(folders), [folder.exists() for folder in folders])
 except BatonError as error:
     print(error)

@@ -110,13 +110,12 @@ def test_each_kind_of_step_has_its_fastest(timed: Callable[[float, float], Timed
     assert (native.num_prepared, other.num_prepared) == (before[0] + 2, before[1] + 3)
 
 
-@pytest.mark.parametrize(("num_requests", "work"), [(1, Work.ONE), (2, Work.MANY), (32, Work.MANY)])
-def test_captured_steps_have_the_fastest_for_their_size(num_requests: int, work: Work) -> None:
-    backends = {each: Mock() for each in Work}
-    shape = Mock(num_requests=num_requests)
-    graph = ByWork(backends, Mock()).prepare_graph(shape)
-    assert graph is backends[work].prepare_graph.return_value
-    backends[work].prepare_graph.assert_called_once_with(shape)
+def test_captured_steps_of_any_size_have_one_backend() -> None:
+    """All sizes are captured, or none: one backend may be unable to."""
+    backends = {work: Mock() for work in Work}
+    for num_requests in (1, 2, 32):
+        graph = ByWork(backends, Mock()).prepare_graph(Mock(num_requests=num_requests))
+        assert graph is backends[Work.MANY].prepare_graph.return_value
 
 
 @pytest.mark.parametrize(
