@@ -15,7 +15,7 @@ from cluster.spec.kv import KvGroup
 from workers.attention.interface import AttentionBackend, AttentionShape, Feature
 from workers.attention.measured import find_fastest
 from workers.device import Device
-from workers.native.compile import Compiler, find_compiler
+from workers.native.compile import find_compiler
 
 
 class Entry(NamedTuple):
@@ -58,11 +58,11 @@ class BackendChoice(NamedTuple):
     reason: str
 
 
-def load_backend(name: str, *given: Compiler) -> AttentionBackend:
+def load_backend(name: str) -> AttentionBackend:
     """Import and create a backend. Raises UserError if its package is missing."""
     module, _, attribute = BACKENDS[name].target.partition(":")
     try:
-        backend: AttentionBackend = getattr(import_module(module), attribute)(*given)
+        backend: AttentionBackend = getattr(import_module(module), attribute)()
     except ImportError as error:
         raise UserError(f"attention backend {name!r} cannot be loaded: {error}") from error
     return backend
@@ -137,12 +137,11 @@ def _fastest(device: Device, dtype: torch.dtype, needs: Set[Feature], shape: Att
     if missing := needs & BACKENDS["native"].lacks:
         return BackendChoice("torch", load_backend("torch"), f"native lacks {_words(missing)}")
     try:
-        compiler = find_compiler()
-        native = load_backend("native", compiler)
+        native = load_backend("native")
     except CannotCompileError as error:
         _log.warning("attention uses plain torch, at half the speed: %s%s", error, error.fix and f"; {error.fix}")
         return BackendChoice("torch", load_backend("torch"), f"native is unavailable: {error}")
-    reason = f"compiled for {compiler.kind.name}"
+    reason = f"compiled for {find_compiler().kind.name}"
     if shape is None:
         return BackendChoice("native", native, reason)
     name, backend, times = find_fastest({"native": native, "torch": load_backend("torch")}, shape, dtype)
