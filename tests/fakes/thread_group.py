@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from workers.parallel.communicator import Communicator
+from workers.parallel.communicator import Communicator, OpenGather, Work
 
 T = TypeVar("T")
 
@@ -31,6 +31,13 @@ class ThreadBackend:
         self.gate.wait()
         output.copy_(torch.cat(self.board))
         return self._leave()
+
+    def open_all_gather(self, num_bytes: int, /) -> OpenGather[Work] | None:
+        if self.in_background:
+            return None
+        self.board[self.rank] = torch.empty(num_bytes, dtype=torch.uint8)
+        self.gate.wait()
+        return OpenGather(list(self.board), self._leave)
 
     def all_reduce(self, tensor: Tensor, /) -> CompletedWork:
         self.board[self.rank] = tensor

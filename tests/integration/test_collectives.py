@@ -54,7 +54,7 @@ def serve_rank(rank: int, address: str, pipe: Connection) -> None:
             pipe.send(differences(random.Random(pipe.recv()), rank, group, oracle))
 
 
-CALLS = ["all_gather", "shift", "broadcast", "barrier", "all_reduce"]
+CALLS = ["all_gather", "open_all_gather", "shift", "broadcast", "barrier", "all_reduce"]
 
 
 def differences(rng: random.Random, rank: int, group: Communicator, oracle: Communicator) -> list[str]:
@@ -89,7 +89,13 @@ def result_of(
     if call == "barrier":
         group.barrier()
         return mine
-    if call == "all_gather":
+    if call == "open_all_gather" and (opened := group.open_all_gather(mine.nbytes)) is not None:
+        parts = [part.view(mine.dtype).view(mine.shape) for part in opened.parts]
+        parts[group.rank].copy_(mine)
+        opened.start().wait()
+        return torch.cat(parts)
+    if call.endswith("all_gather"):
+        start_others = start_others and call == "all_gather"
         outs = [mine.new_zeros(SIZE * len(mine), mine.shape[1]) for _ in range(1 + start_others)]
         own = outs[-1][group.rank * len(mine) :][: len(mine)]
         own.copy_(mine)
@@ -221,6 +227,23 @@ def on_threads(function: Callable[[SharedMemoryCollectives], T], piece_bytes: in
         ]
         os.close(descriptor)
         return list(threads.map(function, backends))
+
+
+def test_parts_are_shared_unless_they_are_larger_than_a_piece() -> None:
+    def call(backend: SharedMemoryCollectives) -> None:
+        assert backend.open_all_gather(65) is None
+        for number in range(5):
+            opened = backend.open_all_gather(64)
+            assert opened is not None
+            opened.parts[backend._rank].fill_(10 * number + backend._rank)
+            opened.start().wait()
+            expected = [[10 * number + rank] * 64 for rank in range(SIZE)]
+            assert [part.tolist() for part in opened.parts] == expected
+            # The parts stay as they are until this rank begins another call, however far ahead the others are.
+            time.sleep(0.002 * backend._rank)
+            assert [part.tolist() for part in opened.parts] == expected
+
+    on_threads(call, piece_bytes=64)
 
 
 @settings(deadline=None, max_examples=25)

@@ -9,32 +9,18 @@ from torch import Tensor
 from workers.attention.merge import Partial
 from workers.context_parallel.shard_plan import ShardPlan
 from workers.device import device_of
-from workers.parallel.communicator import Communicator, Pending
+from workers.parallel.communicator import Communicator, OpenGather, Pending
 from workers.parallel.exchanges import gather_rows
 
 
 class PendingGather:
-    """Rows of all ranks, in gathered order, which are to be sent or in transit."""
+    """Rows of all ranks in transit, in gathered order."""
 
-    def __init__(self, rows: Tensor, plan: ShardPlan, group: Communicator) -> None:
-        self._rows, self._plan, self._group = rows, plan, group
-        self._pending: Pending | None = None
-
-    @property
-    def own(self) -> Tensor:
-        """Return the memory of this rank's rows, ``[tokens, ...]``. Write to it before ``start``."""
-        return self.of_rank(self._group.rank)
-
-    def start(self) -> None:
-        """Send this rank's rows. Further calls do nothing."""
-        if self._pending is None and not self._plan.is_replicated:
-            padded_len = self._plan.padded_len
-            mine = self._rows[self._group.rank * padded_len :][:padded_len]
-            self._pending = self._group.start_all_gather(self._rows, mine)
+    def __init__(self, rows: Tensor, plan: ShardPlan, pending: Pending | None) -> None:
+        self._rows, self._plan, self._pending = rows, plan, pending
 
     def wait(self) -> Tensor:
         """Wait for all rows and return them, ``[gathered rows, ...]``. Padding may contain anything, even NaN."""
-        self.start()
         if self._pending is not None:
             self._pending.wait()
         return self._rows
@@ -45,6 +31,40 @@ class PendingGather:
             return self._rows
         begin = cp_rank * self._plan.padded_len
         return self._rows[begin : begin + self._plan.lens[cp_rank]]
+
+
+class SharedRows:
+    """Rows of all ranks in memory that all of them read, valid until the group's next collective.
+
+    Write this rank's rows before calling ``arriving``.
+    """
+
+    def __init__(self, opened: OpenGather[Pending], rows: Sequence[Tensor], plan: ShardPlan, rank: int) -> None:
+        self.own = rows[rank]
+        self._opened, self._rows, self._plan, self._rank = opened, rows, plan, rank
+
+    @classmethod
+    def open(
+        cls, group: Communicator, plan: ShardPlan, row_shape: tuple[int, ...], dtype: torch.dtype
+    ) -> "SharedRows | None":
+        """Return memory for rows ``[tokens, *row_shape]`` of each rank, or None if the group does not share memory."""
+        opened = group.open_all_gather(plan.padded_len * prod(row_shape) * dtype.itemsize)
+        if opened is None:
+            return None
+        padded = (part.view(dtype).view(-1, *row_shape) for part in opened.parts)
+        rows = [part[:num_rows] for part, num_rows in zip(padded, plan.lens, strict=True)]
+        return cls(opened, rows, plan, group.rank)
+
+    def arriving(self) -> Iterator[tuple[slice, Tensor]]:
+        """Send this rank's rows. Yield these, and then those of the others, with their places in gathered order."""
+        pending = self._opened.start()
+        yield self._placed(self._rank)
+        pending.wait()
+        yield from (self._placed(rank) for rank in range(len(self._rows)) if rank != self._rank)
+
+    def _placed(self, rank: int) -> tuple[slice, Tensor]:
+        begin, rows = rank * self._plan.padded_len, self._rows[rank]
+        return slice(begin, begin + len(rows)), rows
 
 
 class RowGather:
@@ -58,25 +78,19 @@ class RowGather:
         self.group = group
         self._buffer = _RowBuffer()
 
-    def open(self, plan: ShardPlan, row_shape: tuple[int, ...], like: Tensor) -> PendingGather:
-        """Return a gather that is not started, of ``[tokens, *row_shape]`` on each rank. It is valid until the next
-        call.
-        """
-        if plan.is_replicated:
-            return PendingGather(like.new_empty(plan.lens[0], *row_shape), plan, self.group)
-        assert plan.cp == self.group.size, f"the plan is for {plan.cp} ranks, but the group has {self.group.size}"
-        rows = self._buffer.rows(plan.cp * plan.padded_len, row_shape, like)
-        return PendingGather(rows, plan, self.group)
-
     def start(self, plan: ShardPlan, *parts: Tensor) -> PendingGather:
         """Send this rank's rows, the concatenation of ``parts [tokens, heads, dim]``: ``[tokens, heads, sum of dims]``.
 
         The result is valid until the next call.
         """
-        gather = self.open(plan, (parts[0].shape[1], sum(part.shape[-1] for part in parts)), parts[0])
-        torch.cat(parts, dim=-1, out=gather.own)
-        gather.start()
-        return gather
+        if plan.is_replicated:
+            return PendingGather(torch.cat(parts, dim=-1), plan, None)
+        assert plan.cp == self.group.size, f"the plan is for {plan.cp} ranks, but the group has {self.group.size}"
+        row_shape = parts[0].shape[1], sum(part.shape[-1] for part in parts)
+        rows = self._buffer.rows(plan.cp * plan.padded_len, row_shape, parts[0])
+        mine = rows[self.group.rank * plan.padded_len :][: plan.padded_len]
+        torch.cat(parts, dim=-1, out=mine[: plan.lens[self.group.rank]])
+        return PendingGather(rows, plan, self.group.start_all_gather(rows, mine))
 
 
 class Ring:

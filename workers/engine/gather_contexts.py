@@ -14,7 +14,7 @@ from torch import Tensor
 from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial
 from workers.attention.selection import IndexQueries
-from workers.context_parallel.exchange import PendingGather
+from workers.context_parallel.exchange import PendingGather, SharedRows
 from workers.engine.batch import StepBatch
 from workers.engine.selected_keys import SelectableKeys
 from workers.engine.step_context import CpExchange, StepContext
@@ -50,12 +50,18 @@ class GatherContext(StepContext):
         """Store and return all ranks' rows. Return None if a kernel has stored them."""
         gathered, self._gathered = self._gathered, None
         if gathered is not None:
-            self.pool.write(layer, self.batch.pages[self.pool.lifetime_of(layer)].slots, gathered.wait())
+            self.pool.write(layer, self._slots(layer), gathered.wait())
         return gathered
+
+    def _slots(self, layer: int) -> Tensor:
+        return self.batch.pages[self.pool.lifetime_of(layer)].slots
 
 
 class PagedContext(GatherContext):
     """Context that stores all ranks' rows and then attends to all keys in one call, unless a layer expands them."""
+
+    _shared: SharedRows | None = None
+    """Rows of the current layer that a kernel writes, until they are stored."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
@@ -71,14 +77,25 @@ class PagedContext(GatherContext):
         return torch.arange(self.batch.shards.lens[self.batch.cp_rank])
 
     def kv_slots(self, layer: int) -> KvSlots | None:
-        """Return slots in the pool or, if other ranks have rows, too, in the memory from which rows are sent."""
-        slots = self.pool.kv_slots(layer, self.batch.pages[self.pool.lifetime_of(layer)].slots)
-        if slots is None or self.batch.shards.is_replicated:
+        """Return slots in the pool or, if other ranks have rows, too, in memory that all ranks read."""
+        slots, shards = self.pool.kv_slots(layer, self._slots(layer)), self.batch.shards
+        if slots is None or shards.is_replicated:
             return slots
         num_heads, width = self.pool.row_shape(layer)
-        self._gathered = self.exchange.kv_gather.open(self.batch.shards, (num_heads, width), slots.layer_pages)
-        pages_of_one = self._gathered.own.view(-1, num_heads, 2, 1, width // 2)
+        dtype = slots.layer_pages.dtype
+        self._shared = SharedRows.open(self.exchange.kv_gather.group, shards, (num_heads, width), dtype)
+        if self._shared is None:
+            return None
+        pages_of_one = self._shared.own.view(-1, num_heads, 2, 1, width // 2)
         return KvSlots(pages_of_one, self._own_rows)
+
+    def store(self, layer: int) -> PendingGather | None:
+        shared, self._shared = self._shared, None
+        if shared is None:
+            return super().store(layer)
+        for places, rows in shared.arriving():
+            self.pool.write(layer, self._slots(layer)[places], rows)
+        return None
 
     def partials(self, layer: int, q: Tensor, params: AttentionParams, expand: Expand | None) -> Iterator[Partial]:
         lifetime, gathered = self.pool.lifetime_of(layer), self.store(layer)

@@ -4,9 +4,9 @@ In a group of one, collectives do nothing and need no library.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 from torch import AcceleratorError, OutOfMemoryError, Tensor
@@ -21,12 +21,28 @@ class Work(Protocol):
         """Block until the collective is done. Raises RuntimeError if it fails."""
 
 
+Started = TypeVar("Started")
+
+
+class OpenGather(NamedTuple, Generic[Started]):
+    """All-gather without copies. Write this rank's part, call ``start``, and wait before reading the other parts.
+
+    They are valid until the group's next collective.
+    """
+
+    parts: Sequence[Tensor]
+    """Memory of each rank's part, by rank."""
+    start: Callable[[], Started]
+
+
 class Backend(Protocol):
     """Collectives that Communicator needs from a library."""
 
     in_background: bool
 
     def all_gather(self, output: Tensor, tensor: Tensor, /) -> Work: ...
+
+    def open_all_gather(self, num_bytes: int, /) -> OpenGather[Work] | None: ...
 
     def all_reduce(self, tensor: Tensor, /) -> Work: ...
 
@@ -100,6 +116,18 @@ class Communicator:
         if backend is None or not tensor.numel():
             return Pending(None, nullcontext)
         return self._start("all_gather", out.nbytes - tensor.nbytes, lambda: backend.all_gather(out, tensor))
+
+    def open_all_gather(self, num_bytes: int) -> OpenGather[Pending] | None:
+        """Return an all-gather of ``num_bytes`` per member, or None if members cannot read each other's memory."""
+        backend = self._backend
+        if backend is None or not num_bytes:
+            return None
+        with self._translated("all_gather"):
+            opened = backend.open_all_gather(num_bytes)
+        if opened is None:
+            return None
+        received = (self.size - 1) * num_bytes
+        return OpenGather(opened.parts, lambda: self._start("all_gather", received, opened.start))
 
     def start_shift(self, out: Tensor, tensor: Tensor, distance: int = 1) -> Pending:
         """Start sending ``tensor`` to rank + ``distance``, and receiving ``out`` from rank - ``distance``.

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.spec.memory import STAGING_PIECE_BYTES, STAGING_SLOTS, staging_slot_bytes
+from workers.parallel.communicator import OpenGather, Work
 
 _LINE = 8
 """Number of 8-byte words per rank: one cache line, so that ranks do not slow each other down."""
@@ -177,6 +178,16 @@ class SharedMemoryCollectives:
             np.copyto(parts[self._rank], mine)
         return self._start(mine, [(peer, parts[peer]) for peer in self._flags.peers])
 
+    def open_all_gather(self, num_bytes: int, /) -> OpenGather[Work] | None:
+        """Return a gather in place: a rank's part is the slot that peers read. None if it is larger than a piece."""
+        if num_bytes > self._piece_bytes:
+            return None
+        self._next_call()
+        slot = self._slot_of(0)
+        self._free(slot, num_bytes)
+        parts = [torch.from_numpy(self._slot(rank, slot)[:num_bytes]) for rank in range(self._size)]
+        return OpenGather(parts, self._start_opened)
+
     def all_reduce(self, tensor: Tensor, /) -> SharedMemoryWork:
         """Start a sum. The ranks' tensors are added in rank order, piece by piece.
 
@@ -206,28 +217,49 @@ class SharedMemoryCollectives:
 
     def _begin(self, mine: Bytes, parts: Sequence[Bytes], collect: Callable[[int], None]) -> SharedMemoryWork:
         """Publish the first piece of ``mine``. The returned work publishes the rest and collects ``parts``."""
-        if self._pending is not None:
-            self._pending.wait()
-        self._call += 1
+        self._next_call()
         self._publish(mine, 0)
 
         def finish() -> None:
-            self._pending = None
             for index in range(max(map(self._num_pieces, (mine, *parts)))):
                 if 0 < index < self._num_pieces(mine):
                     self._publish(mine, index)
                 collect(index)
                 self._flags.set(Flag.CONSUMED, self._number(index))
-            self._flags.set(Flag.CONSUMED, self._number(_MAX_PIECES - 1))
+            self._end_call()
 
         self._pending = SharedMemoryWork(finish)
         return self._pending
 
+    def _start_opened(self) -> SharedMemoryWork:
+        """Publish this rank's slot. The next call marks the peers' slots as consumed."""
+        self._announce(self._slot_of(0), 0)
+        number = self._number(0)
+        self._pending = SharedMemoryWork(lambda: self._flags.wait_for(Flag.PUBLISHED, self._flags.peers, number))
+        return self._pending
+
+    def _next_call(self) -> None:
+        """Begin a call. Finish the last one, whose parts may not be read in place any more."""
+        if self._pending is not None:
+            self._pending.wait()
+        self._end_call()
+        self._call += 1
+
+    def _end_call(self) -> None:
+        self._flags.set(Flag.CONSUMED, self._number(_MAX_PIECES - 1))
+
     def _publish(self, mine: Bytes, index: int) -> None:
         piece, slot = self._piece(mine, index), self._slot_of(index)
-        self._flags.wait_for(Flag.CONSUMED, self._flags.peers, self._held[slot])
-        self._reserve(slot, piece.size)
+        self._free(slot, piece.size)
         np.copyto(self._slot(self._rank, slot)[: piece.size], piece)
+        self._announce(slot, index)
+
+    def _free(self, slot: int, num_bytes: int) -> None:
+        """Wait until all peers have read this rank's slot, and reserve memory for its next content."""
+        self._flags.wait_for(Flag.CONSUMED, self._flags.peers, self._held[slot])
+        self._reserve(slot, num_bytes)
+
+    def _announce(self, slot: int, index: int) -> None:
         self._held[slot] = self._number(index)
         self._flags.set(Flag.PUBLISHED, self._held[slot])
 

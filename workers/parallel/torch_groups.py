@@ -39,6 +39,9 @@ class TorchGroup:
         work: Work = self._group._allgather_base(output, tensor)
         return work
 
+    def open_all_gather(self, num_bytes: int, /) -> None:
+        """Return None, since ranks share no memory."""
+
     def all_reduce(self, tensor: Tensor, /) -> Work:
         """Sum in fp32, since the group adds in the given dtype."""
         wide = tensor.float()
@@ -132,6 +135,9 @@ class MovedBackend:
 
     def all_gather(self, output: Tensor, tensor: Tensor, /) -> Work:
         return self._into(output, lambda there: self._backend.all_gather(there, tensor.to(self._device)))
+
+    def open_all_gather(self, num_bytes: int, /) -> None:
+        """Return None, since parts may be on another device."""
 
     def all_reduce(self, tensor: Tensor, /) -> Work:
         return self._in_place(tensor, self._backend.all_reduce)

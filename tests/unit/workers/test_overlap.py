@@ -51,6 +51,8 @@ class SilentPeers:
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> CompletedWork:  # noqa: ARG002
         return self._begin()
 
+    def open_all_gather(self, num_bytes: int, /) -> None: ...
+
     def all_reduce(self, tensor: Tensor, /) -> CompletedWork:
         raise AssertionError(tensor.shape)
 

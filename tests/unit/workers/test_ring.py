@@ -26,6 +26,8 @@ class UncalledBackend:
     def all_gather(self, output: Tensor, tensor: Tensor, /) -> Work:
         raise AssertionError(f"all_gather {output.shape} {tensor.shape}")
 
+    def open_all_gather(self, num_bytes: int, /) -> None: ...
+
     def all_reduce(self, tensor: Tensor, /) -> Work:
         raise AssertionError(f"all_reduce {tensor.shape}")
 

@@ -150,6 +150,8 @@ class Elsewhere:
     def all_gather(self, output: Tensor, tensor: Tensor, /) -> Work:
         return self._note("all_gather", output, tensor)
 
+    def open_all_gather(self, num_bytes: int, /) -> None: ...
+
     def all_reduce(self, tensor: Tensor, /) -> Work:
         return self._note("all_reduce", tensor)
 
