@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kGateBytes = 64 << 10;  // Size of gates that wait in a cache for what they are multiplied by.
 
 #if defined(__AVX512F__)
-constexpr int64_t kLargeBytes = 5 << 19;  // Size of outputs, above that of an L2 cache, that are stored past it.
+constexpr int64_t kLargeBytes = 3 << 19;  // Size of outputs, most of an L2 cache, that are stored past it.
 
 // Store kOutputs numbers past the caches, which would first read the memory. Where each row is far from the last one,
 // that can take as long as the products.
