@@ -48,8 +48,8 @@ struct ExpertRows {
         rows_together(std::min({num_rows, hidden.rows_together, inner.rows_together})) {}
 
   void answer(const ExpertPart& part) {
-    const int64_t num_bytes = layer.num_tokens * layer.top_k * layer.hidden_size * sizeof(Element);
-    answer(part, num_bytes >= kLargeBytes, [&](int64_t row) { return layer.answer(layer.order[part.first + row]); });
+    const bool is_large = exceed_cache(layer.num_tokens * layer.top_k, layer.hidden_size);
+    answer(part, is_large, [&](int64_t row) { return layer.answer(layer.order[part.first + row]); });
   }
 
   // Answer some choices of an expert. `out` returns the address of a row's answer. All answers are large or not.

@@ -11,7 +11,12 @@ namespace {
 constexpr int64_t kGateBytes = 64 << 10;  // Size of gates that wait in a cache for what they are multiplied by.
 
 #if defined(__AVX512F__)
-constexpr int64_t kLargeBytes = 3 << 19;  // Size of outputs, most of an L2 cache, that are stored past it.
+// Return whether outputs are stored past an L2 cache, since they do not fit into it beside what is read. Rows that are
+// 2 KiB or more apart share few of its sets.
+inline bool exceed_cache(int64_t num_rows, int64_t num_outputs) {
+  const int64_t row_bytes = num_outputs * sizeof(Element), least = row_bytes < 2048 ? 5 << 19 : 3 << 19;
+  return num_rows * row_bytes >= least;
+}
 
 // Store kOutputs numbers past the caches, which would first read the memory. Where each row is far from the last one,
 // that can take as long as the products.
@@ -23,7 +28,7 @@ inline void stream(const Element* from, Element* to) {
 // Let other threads see what was stored past the caches.
 inline void finish_streaming() { _mm_sfence(); }
 #else
-constexpr int64_t kLargeBytes = std::numeric_limits<int64_t>::max();
+inline bool exceed_cache(int64_t, int64_t) { return false; }
 
 inline void stream(const Element* from, Element* to) { std::copy_n(from, kOutputs, to); }
 inline void finish_streaming() {}
@@ -167,7 +172,7 @@ extern "C" void EXPORT(linear)(const Element* x, const Element* weight, const El
                                int64_t width, int64_t block_stride, int64_t is_gated, int64_t begin, int64_t end) {
   const Linear layer = {weight, bias, width, block_stride, num_inputs, num_outputs, bool(is_gated)};
   const bool is_whole = begin == 0 && end == num_blocks(num_outputs);
-  const bool is_large = num_rows * num_outputs * int64_t(sizeof(Element)) >= kLargeBytes;
+  const bool is_large = exceed_cache(num_rows, num_outputs);
   const int64_t num_bytes = Inputs::num_bytes(num_rows, num_inputs);
   void* memory = is_whole ? memory_to_share(num_bytes, sizeof(SharedLinear)) : nullptr;
   Inputs inputs(num_rows, num_inputs, memory);
