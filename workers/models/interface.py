@@ -179,11 +179,15 @@ class DecoderConfig:
         return {OUTPUT_TABLE: self.checkpoint_name(INPUT_TABLE)} if self.tie_word_embeddings else {}
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether a tensor belongs to a draft layer, or holds rotary frequencies, which the engine computes."""
+        """Return whether a tensor belongs to a draft layer or to the indexer of a layer that shares a selection, or
+        holds rotary frequencies, which the engine computes.
+        """
         drafts = range(self.num_layers, self.num_layers + self.num_draft_layers)
-        return name.endswith(".rotary_emb.inv_freq") or name.startswith(
-            tuple(f"model.layers.{layer}." for layer in drafts)
-        )
+        unused = [f"model.layers.{layer}." for layer in drafts]
+        unused += [
+            f"model.layers.{layer}.self_attn.indexer." for layer, shares in enumerate(self.shares_selection) if shares
+        ]
+        return name.endswith(".rotary_emb.inv_freq") or name.startswith(tuple(unused))
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
         layers: dict[tuple[int | None, tuple[KvPart, ...]], list[int]] = {}

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from cluster.spec.kv import INDEXED_ATTENTION
 from tests.fakes.checkpoints import INDEXED, SHAPES, make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.fp8_checkpoints import edit_config
 from tests.fakes.stable_ties import break_ties_by_position
-from workers.engine.weights import load_model
+from workers.engine.weights import check_weights, load_model
 from workers.layers.attention import AttentionWork
 from workers.layers.latent_attention import LatentAttention
 from workers.models.interface import DecoderConfig, UnsupportedModelError
@@ -82,6 +83,20 @@ def test_layers_use_all_keys_until_a_query_sees_more_than_it_may_use(tmp_path: P
     rest = model.logits(model(PROMPT[most:], torch.arange(most, len(PROMPT)), context))
     assert {call for call, _ in context.calls} == {"put", "select"}
     torch.testing.assert_close(torch.cat((first, rest)), transformers_logits(folder), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "shares", [{"index_topk_pattern": "FSSF"}, {"index_topk_freq": 2, "index_skip_topk_offset": 1}], ids=str
+)
+def test_indexers_of_layers_that_share_a_selection_are_ignored(tmp_path: Path, shares: dict[str, Any]) -> None:
+    """config.json can be edited so that layers share selections for which the checkpoint has indexers."""
+    folder = make_checkpoint(tmp_path, "glm_moe_dsa", indexer_types=["full"] * 4)
+    edit_config(folder, indexer_types=None, **shares)
+    check_weights(folder)
+    model = load_model(folder)
+    assert sum(model.config.shares_selection) == 2
+    logits = model.logits(model(PROMPT, torch.arange(len(PROMPT)), DenseAttention()))
+    torch.testing.assert_close(logits, transformers_logits(folder), atol=1e-4, rtol=0)
 
 
 def test_weights_of_heads_are_kept_in_fp32(tmp_path: Path) -> None:
