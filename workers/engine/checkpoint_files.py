@@ -34,14 +34,15 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """List a checkpoint's tensors without reading them. Raises CheckpointError."""
+    """List a checkpoint's tensors without reading them, except those without elements. Raises CheckpointError."""
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         with _open_tensors(file) as tensors:
             # `tensors` is a handle of the safetensors library, not a mapping.
             for name in tensors.keys():  # noqa: SIM118
                 tensor = tensors.get_slice(name)
-                stored[name] = StoredTensor(file, tuple(tensor.get_shape()), tensor.get_dtype())
+                if 0 not in (shape := tuple(tensor.get_shape())):
+                    stored[name] = StoredTensor(file, shape, tensor.get_dtype())
     return stored
 
 

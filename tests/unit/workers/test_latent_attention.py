@@ -31,6 +31,8 @@ VARIANTS_OF_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2 lite": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}),
     "v2 with biases": ("deepseek_v2", {"attention_bias": True}),
     "v2 without shared experts' own width": ("deepseek_v2", {"n_shared_experts": 1}),
+    "v2 without shared experts": ("deepseek_v2", {"n_shared_experts": 0}),
+    "v3 without shared experts": ("deepseek_v3", {"n_shared_experts": 0}),
     "v3 in halves": ("deepseek_v3", {"rope_interleave": False}),
     "v3 of one group": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8}),
     "v3 not renormalized": ("deepseek_v3", {"norm_topk_prob": False}),
@@ -61,6 +63,7 @@ def logits_of(model: DecoderModel, work: AttentionWork) -> tuple[Tensor, set[str
     return logits, {call for call, _ in context.calls}
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(("family", "changes"), VARIANTS_OF_MODELS.values(), ids=VARIANTS_OF_MODELS.keys())
 def test_both_forms_equal_transformers(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     folder = make_checkpoint(tmp_path, family, **changes)
