@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cluster.model_folder import is_lfs_pointer
 from cluster.spec.errors import UserError
+from cluster.spec.memory import GIB
 from workers.quant.interface import Index, Read
 
 SINGLE_FILE = "model.safetensors"
@@ -76,10 +77,22 @@ def _open_tensors(file: Path) -> Iterator[Any]:
     if is_pointer:
         raise CheckpointError(f"{file} is a pointer of Git LFS, not the weights; `git lfs pull` fetches them")
     try:
-        with safe_open(file, framework="pt") as tensors:
+        with _mapped(file) as tensors:
             yield tensors
     except SafetensorError as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error
+
+
+def _mapped(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except RuntimeError as error:
+        # Linux does not map a file for torch that is larger than the machine's memory.
+        size, advice = (
+            f"{file.stat().st_size / GIB:.3g} GiB",
+            'save_pretrained(max_shard_size="5GB") writes smaller files',
+        )
+        raise CheckpointError(f"{file} ({size}) cannot be mapped into memory; {advice}") from error
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Loading weights: every tensor arrives from any file layout and dtype, and errors name each mismatch."""
 
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -23,7 +25,7 @@ from tests.fakes.checkpoints import DENSE, FAMILIES, MOE, make_checkpoint
 from tests.fakes.thread_layout import tp_groups
 from workers.engine import checkpoint_files
 from workers.engine.checkpoint_files import CheckpointError
-from workers.engine.weights import load_model
+from workers.engine.weights import check_weights, load_model
 from workers.models.decoder import DecoderModel
 from workers.models.resolve import DESCRIPTION, resolve_model
 from workers.parallel.communicator import Communicator
@@ -205,6 +207,15 @@ def test_long_lists_of_misfits_are_shortened(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama")
     with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight.* and \d+ more"):
         load_model(rewrite(folder, lambda tensors: tensors.clear()))
+
+
+def test_a_file_that_is_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    os.truncate(folder / "model.safetensors", 40 << 30)
+    refusal = RuntimeError("unable to mmap 42949672960 bytes from file: Cannot allocate memory (12)")
+    monkeypatch.setattr(checkpoint_files, "safe_open", Mock(side_effect=refusal))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors \(40 GiB\) cannot be mapped into memory; .*5GB"):
+        check_weights(folder)
 
 
 def test_damaged_absent_and_missing_files_are_refused(tmp_path: Path) -> None:
