@@ -27,10 +27,7 @@ class PendingGather:
 
     def of_rank(self, cp_rank: int) -> Tensor:
         """Return one rank's rows in that rank's local order. Call ``wait`` first."""
-        if self._plan.is_replicated:
-            return self._rows
-        begin = cp_rank * self._plan.padded_len
-        return self._rows[begin : begin + self._plan.lens[cp_rank]]
+        return self._rows[self._plan.gathered_rows(cp_rank)]
 
 
 class SharedRows:
@@ -58,13 +55,11 @@ class SharedRows:
     def arriving(self) -> Iterator[tuple[slice, Tensor]]:
         """Send this rank's rows. Yield these, and then those of the others, with their places in gathered order."""
         pending = self._opened.start()
-        yield self._placed(self._rank)
+        yield self._plan.gathered_rows(self._rank), self.own
         pending.wait()
-        yield from (self._placed(rank) for rank in range(len(self._rows)) if rank != self._rank)
-
-    def _placed(self, rank: int) -> tuple[slice, Tensor]:
-        begin, rows = rank * self._plan.padded_len, self._rows[rank]
-        return slice(begin, begin + len(rows)), rows
+        for rank, rows in enumerate(self._rows):
+            if rank != self._rank:
+                yield self._plan.gathered_rows(rank), rows
 
 
 class RowGather:
@@ -88,8 +83,8 @@ class RowGather:
         assert plan.cp == self.group.size, f"the plan is for {plan.cp} ranks, but the group has {self.group.size}"
         row_shape = parts[0].shape[1], sum(part.shape[-1] for part in parts)
         rows = self._buffer.rows(plan.cp * plan.padded_len, row_shape, parts[0])
+        torch.cat(parts, dim=-1, out=rows[plan.gathered_rows(self.group.rank)])
         mine = rows[self.group.rank * plan.padded_len :][: plan.padded_len]
-        torch.cat(parts, dim=-1, out=mine[: plan.lens[self.group.rank]])
         return PendingGather(rows, plan, self.group.start_all_gather(rows, mine))
 
 

@@ -152,6 +152,11 @@ class ShardPlan:
     def padded_len(self) -> int:
         return max(self.lens)
 
+    def gathered_rows(self, cp_rank: int) -> slice:
+        """Return the places of a rank's rows in gathered order, without padding."""
+        begin = 0 if self.is_replicated else cp_rank * self.padded_len
+        return slice(begin, begin + self.lens[cp_rank])
+
     @cached_property
     def gathered_index(self) -> Indices:
         """``[cp * padded_len]``: flattened index of each gathered row; ``num_tokens`` marks padding."""

@@ -106,10 +106,7 @@ class StepBatch:
     def owned_rows(self, cp_rank: int, null_slot: int) -> tuple[Tensor, Tensor]:
         """Return the indices of those rows of a rank that belong in this rank's pages, and their slots."""
         (pages,) = self.pages
-        slots = pages.slots_on_host
-        if not self.shards.is_replicated:
-            begin = cp_rank * self.shards.padded_len
-            slots = slots[begin : begin + self.shards.lens[cp_rank]]
+        slots = pages.slots_on_host[self.shards.gathered_rows(cp_rank)]
         (rows,) = np.nonzero(slots != null_slot)
         both = device_of(pages.slots).put(torch.from_numpy(np.stack((rows, slots[rows]))))
         return both[0], both[1]

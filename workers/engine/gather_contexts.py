@@ -83,7 +83,7 @@ class PagedContext(GatherContext):
             return slots
         num_heads, width = self.pool.row_shape(layer)
         dtype = slots.layer_pages.dtype
-        self._shared = SharedRows.open(self.exchange.kv_gather.group, shards, (num_heads, width), dtype)
+        self._shared = SharedRows.open(self.exchange.group, shards, (num_heads, width), dtype)
         if self._shared is None:
             return None
         pages_of_one = self._shared.own.view(-1, num_heads, 2, 1, width // 2)
