@@ -88,11 +88,11 @@ def _mapped(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except RuntimeError as error:
         # Linux does not map a file for torch that is larger than the machine's memory.
-        size, advice = (
-            f"{file.stat().st_size / GIB:.3g} GiB",
-            'save_pretrained(max_shard_size="5GB") writes smaller files',
-        )
-        raise CheckpointError(f"{file} ({size}) cannot be mapped into memory; {advice}") from error
+        size = file.stat().st_size / GIB
+        raise CheckpointError(
+            f"{file} ({size:.3g} GiB) cannot be mapped into memory; "
+            'save_pretrained(max_shard_size="5GB") writes smaller files'
+        ) from error
 
 
 @contextmanager
