@@ -22,13 +22,16 @@ PAUSE_S = 0.1
 async def crowd(
     url: str, num_clients: int, seed: int, leavers: int, after_s: tuple[float, int, int] | None = None
 ) -> list[str]:
-    """Return every client's outcome. ``after_s`` sends a signal to a process after a number of seconds."""
+    """Return every client's outcome. ``after_s`` sends a signal to a process after a number of seconds.
+
+    Crowds with different seeds have different prompts, so that no cache answers for them.
+    """
     rng = random.Random(seed)
     leaving = set(rng.sample(range(num_clients), leavers))
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=num_clients)) as client:
         jobs = [
             asyncio.create_task(
-                one_client(client, url, rng.choice([20, 100, 700, 3000, 8000]), index, index in leaving)
+                one_client(client, url, rng.choice([20, 100, 700, 3000, 8000]), 1000 * seed + index, index in leaving)
             )
             for index in range(num_clients)
         ]

@@ -176,7 +176,7 @@ def test_a_lost_rank_restarts_its_replica(cluster: RunningCluster, replica: str,
     """Running requests end with the right answer or with an error. A follower is stopped."""
     before = cluster.replicas()[replica]
     victim = listener_pid(before["ranks"][-1]["address"])
-    outcomes = asyncio.run(crowd(cluster.url, num_clients=12, seed=3, leavers=0, after_s=(0.5, victim, number)))
+    outcomes = asyncio.run(crowd(cluster.url, num_clients=12, seed=number, leavers=0, after_s=(0.5, victim, number)))
     assert outcomes.count("right") + outcomes.count("failed") == 12
     assert outcomes.count("failed") >= 1
     cluster.wait_until(lambda: _is_renewed(cluster, replica, before["incarnation"]), 180)
