@@ -26,8 +26,8 @@ _AGED = 2
 class Precedence(NamedTuple):
     """Position of a sequence among those that compete for a step's tokens."""
 
-    num_steps: int
-    """Number of steps that the sequence takes."""
+    num_steps: float
+    """Work left, in efficient steps."""
     length: int
     """Length class: log2 of the number of steps."""
     sort_key: SortKey
@@ -50,7 +50,8 @@ def precedence(
     num_steps = max(1, ceil(pending_len / chunk_tokens))
     length = num_steps.bit_length()
     aged = max(min(length, _AGED), length - (age_steps // num_steps).bit_length())
-    return Precedence(num_steps, length, (priority, aged, arrival_number // WINDOW, -prefix_len, arrival_number))
+    sort_key = priority, aged, arrival_number // WINDOW, -prefix_len, arrival_number
+    return Precedence(pending_len / chunk_tokens, length, sort_key)
 
 
 class Budget:
@@ -62,7 +63,7 @@ class Budget:
         """Create the budget of a full step. ``max_context_tokens`` limits a step with several requests and counts their
         prefixes.
         """
-        self._num_left = num_tokens
+        self._num_tokens = self._num_left = num_tokens
         self._context_left = max_context_tokens
         self._time = self._time_left = 1.0
         self._max_requests = max_requests
@@ -71,9 +72,9 @@ class Budget:
         """Number of tokens by scheduled request, in the order of the requests' first grants."""
 
     def shorten(self, share: float) -> None:
-        """Shorten the step to a share of a full one. Only streams may have been granted before."""
-        self._num_left = ceil(self._num_left * share)
-        self._time, self._time_left = share, self._time_left * share
+        """Shorten the rest of the step to a share of a full one. Only streams may have been granted before."""
+        self._num_left = min(self._num_left, ceil(self._num_tokens * share))
+        self._time = self._time_left = min(self._time_left, share)
 
     def is_open(self, room: Room) -> bool:
         """Return whether the step can grant the room more tokens."""

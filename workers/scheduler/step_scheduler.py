@@ -7,7 +7,7 @@ In each phase, tenants that compete for the step take turns. ``holders`` tracks 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from math import ceil
 
 from msgspec.structs import replace
@@ -28,7 +28,7 @@ TURNS = 16
 """Number of turns into which a step's tokens are divided if several tenants compete for them."""
 OLDEST_SHARE = 0.25
 """Share of a step's time reserved for the oldest sequences, which others can therefore delay at most fourfold."""
-_FIRST_STEPS = 4
+_FIRST_STEPS = 5
 """Maximum duration of a step, in efficient steps, soon after an arrival."""
 
 
@@ -40,8 +40,8 @@ class StepLimits:
     chunk_tokens: int
     max_requests: int
     efficient_share: float = 1.0
-    """Share of a full step's time from which on a step's fixed costs are small. A step takes longer only for the most
-    urgent sequence, so that prompts do not wait for others to be complete.
+    """Share of a full step's time from which on a step's fixed costs are small. A step takes much longer only for the
+    most urgent sequence, so that prompts do not wait for others to be complete.
     """
     depth: int = 1
     """Maximum number of steps under way. Each pipeline stage computes a different step."""
@@ -55,6 +55,10 @@ def step_depth(role: Role, num_stages: int) -> int:
     """Return the maximum number of steps under way, without any that run ahead."""
     # Prefill has one more step than stages, so that no stage has to wait for the report of a finished step.
     return num_stages + (num_stages > 1 and role is Role.PREFILL)
+
+
+_ByLength = dict[int, list[TokenSequence]]
+"""Sequences by length class, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +79,8 @@ class _Candidates:
     def by_priority(self) -> list[TokenSequence]:
         return sorted(self.sequences, key=lambda sequence: self.precedences[sequence.room].sort_key)
 
-    def by_length(self) -> dict[int, list[TokenSequence]]:
-        """Return sequences by length class, oldest first."""
-        groups: dict[int, list[TokenSequence]] = {}
+    def by_length(self) -> _ByLength:
+        groups: _ByLength = {}
         for sequence in sorted(self.sequences, key=lambda sequence: sequence.arrival_number):
             groups.setdefault(self.precedences[sequence.room].length, []).append(sequence)
         return groups
@@ -104,7 +107,7 @@ class StepScheduler:
         self.num_under_way = 0
         """Number of plans that have not been committed yet."""
         self._step = 0
-        self._since_arrival = 0
+        self._since_arrival = 0.0
         """Duration of the steps since a sequence arrived, in efficient steps."""
 
     @property
@@ -124,7 +127,7 @@ class StepScheduler:
         """Add a sequence. If it has no pages, it starts when it is scheduled and its pages are free."""
         sequence.tokens = sequence.tokens or list(sequence.submit.prompt_ids)
         sequence.first_step = self._step
-        self._since_arrival = 0
+        self._since_arrival = 0.0
         self.holders.add(sequence)
 
     def next_plan(self) -> StepPlan | None:
@@ -135,9 +138,10 @@ class StepScheduler:
         budget = Budget(limits.chunk_tokens, limits.max_requests, self._chunk, limits.max_context_tokens)
         self._schedule_streams(budget)
         candidates = self._find_candidates(budget)
-        share = self._step_share(candidates)
+        oldest = candidates.by_length() if self._oldest_share else {}
+        share = self._step_share(candidates, oldest)
         budget.shorten(share)
-        self._schedule_oldest(candidates, budget)
+        self._schedule_oldest(oldest, candidates, budget)
         self._schedule_by_priority(candidates, budget, ceil(limits.chunk_tokens * share))
         self._shares.settle()
         return self._make_plan(budget.granted) if budget.granted else None
@@ -209,33 +213,38 @@ class StepScheduler:
         precedences = {sequence.room: self._precedence(sequence) for sequence in sequences}
         return _Candidates(sequences, precedences, is_alone, computed_by)
 
-    def _step_share(self, candidates: _Candidates) -> float:
+    def _step_share(self, candidates: _Candidates, oldest: _ByLength) -> float:
         """Return the share of a full step that is efficient and in which the most urgent sequence can be complete.
+
+        Up to two efficient steps, it ends where a sequence is complete, since part of another one would delay this one.
 
         A sequence that arrives waits for the step under way. After a recent arrival, another one is likely, so a step
         takes no longer than the steps since then.
         """
-        urgent = min(candidates.precedences.values(), key=lambda each: each.sort_key, default=None)
-        others_share = 1 - self._oldest_share
-        if urgent is None or others_share <= 0:
+        urgent = candidates.by_priority()
+        if not urgent:
             return 1.0
-        num_steps = min(urgent.num_steps, max(_FIRST_STEPS, self._since_arrival))
+        work = [candidates.precedences[sequence.room].num_steps for sequence in urgent]
+        num_steps = next((end for end in accumulate(work) if 1 <= end <= 2), max(1.0, work[0]))
+        num_steps = min(num_steps, max(_FIRST_STEPS, self._since_arrival))
         self._since_arrival += num_steps
-        return min(1.0, self._limits.efficient_share * num_steps / others_share)
+        num_others = sum(group[0] is not urgent[0] for group in oldest.values())
+        own_share = 1 - self._oldest_share * num_others / len(oldest) if oldest else 1.0
+        share = self._limits.efficient_share * num_steps
+        return share / own_share if share < own_share else 1.0
 
-    def _schedule_oldest(self, candidates: _Candidates, budget: Budget) -> None:
+    def _schedule_oldest(self, oldest: _ByLength, candidates: _Candidates, budget: Budget) -> None:
         """Grant a share of the step to each length class's oldest sequence that has pages or can get them. Among
         tenants that compete, it is the oldest sequence of the one that has used least.
         """
         share = self._oldest_share
-        groups = candidates.by_length() if share else {}
-        for group in groups.values():
+        for group in oldest.values():
             for sequence in sorted(group, key=lambda sequence: self._shares.used(sequence.tenant)):
                 if not budget.is_open(sequence.room):
                     continue
                 if sequence.kv.pages or self.holders.start(sequence, is_alone=candidates.is_alone):
                     num_planned, num_pending = sequence.kv.num_planned_tokens, sequence.num_pending_tokens
-                    count = budget.grant_share(sequence.room, num_planned, num_pending, share / len(groups))
+                    count = budget.grant_share(sequence.room, num_planned, num_pending, share / len(oldest))
                     self._shares.charge(sequence, count)
                     self._note_computing(sequence, candidates, budget)
                     break

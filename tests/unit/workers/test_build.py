@@ -139,7 +139,7 @@ def test_mode_and_passing_follow_the_file(mode: CpMode, passing: PassingSetting,
     assert plan_of(64, strategy=StrategySetting.ZIGZAG, mode=mode, passing=passing).shape.passing is planned
 
 
-@pytest.mark.parametrize(("fixed_s", "least", "most"), [(0.02, 20, 39), (1.0, 80, 80)])
+@pytest.mark.parametrize(("fixed_s", "least", "most"), [(0.03, 20, 39), (1.0, 80, 80)])
 def test_decode_computes_as_many_prompts_in_a_step_as_make_it_efficient(fixed_s: float, least: int, most: int) -> None:
     spec = lone_worker(DeployConfig(), Role.DECODE)
     layout = msgspec.structs.replace(LAYOUT, num_pages=64)
