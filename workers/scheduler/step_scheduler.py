@@ -63,7 +63,7 @@ _ByLength = dict[int, list[TokenSequence]]
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """Sequences, other than streams, that can be computed in the next step."""
+    """Sequences, other than streams, that can be computed in the next step, in order of priority."""
 
     sequences: list[TokenSequence]
     precedences: Mapping[Room, Precedence]
@@ -75,9 +75,6 @@ class _Candidates:
     @property
     def num_tenants(self) -> int:
         return len({sequence.tenant for sequence in self.sequences})
-
-    def by_priority(self) -> list[TokenSequence]:
-        return sorted(self.sequences, key=lambda sequence: self.precedences[sequence.room].sort_key)
 
     def by_length(self) -> _ByLength:
         groups: _ByLength = {}
@@ -211,6 +208,7 @@ class StepScheduler:
             for key in self._pending_keys(sequence, sequence.kv.num_planned_tokens)
         }
         precedences = {sequence.room: self._precedence(sequence) for sequence in sequences}
+        sequences.sort(key=lambda sequence: precedences[sequence.room].sort_key)
         return _Candidates(sequences, precedences, is_alone, computed_by)
 
     def _step_share(self, candidates: _Candidates, oldest: _ByLength) -> float:
@@ -221,14 +219,13 @@ class StepScheduler:
         A sequence that arrives waits for the step under way. After a recent arrival, another one is likely, so a step
         takes no longer than the steps since then.
         """
-        urgent = candidates.by_priority()
-        if not urgent:
+        if not candidates.sequences:
             return 1.0
-        work = [candidates.precedences[sequence.room].num_steps for sequence in urgent]
+        work = [candidates.precedences[sequence.room].num_steps for sequence in candidates.sequences]
         num_steps = next((end for end in accumulate(work) if 1 <= end <= 2), max(1.0, work[0]))
         num_steps = min(num_steps, max(_FIRST_STEPS, self._since_arrival))
         self._since_arrival += num_steps
-        num_others = sum(group[0] is not urgent[0] for group in oldest.values())
+        num_others = sum(group[0] is not candidates.sequences[0] for group in oldest.values())
         own_share = 1 - self._oldest_share * num_others / len(oldest) if oldest else 1.0
         share = self._limits.efficient_share * num_steps
         return share / own_share if share < own_share else 1.0
@@ -263,7 +260,7 @@ class StepScheduler:
         turn_tokens = step_tokens
         if candidates.num_tenants > 1:
             turn_tokens = -(-turn_tokens // TURNS)
-        turns = Turns(candidates.by_priority(), self._shares)
+        turns = Turns(candidates.sequences, self._shares)
         for sequence in turns:
             if sequence.waits_for_load:
                 continue
