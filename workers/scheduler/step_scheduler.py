@@ -212,18 +212,19 @@ class StepScheduler:
         return _Candidates(sequences, precedences, is_alone, computed_by)
 
     def _step_share(self, candidates: _Candidates, oldest: _ByLength) -> float:
-        """Return the share of a full step that is efficient and in which the most urgent sequence can be complete.
+        """Return this step's length as a share of a full step: efficient, and enough for the most urgent sequence.
 
-        Up to two efficient steps, it ends where a sequence is complete, since part of another one would delay this one.
+        Between one and two efficient steps, stop where a sequence is complete: part of another one would delay this one.
 
         A sequence that arrives waits for the step under way. After a recent arrival, another one is likely, so a step
-        takes no longer than the steps since then.
+        takes no longer than the steps since then. The most urgent sequence is then divided evenly: the KV of all but
+        its last step is sent while that step computes, which must not be short.
         """
         if not candidates.sequences:
             return 1.0
         work = [candidates.precedences[sequence.room].num_steps for sequence in candidates.sequences]
         num_steps = next((end for end in accumulate(work) if 1 <= end <= 2), max(1.0, work[0]))
-        num_steps = min(num_steps, max(_FIRST_STEPS, self._since_arrival))
+        num_steps /= ceil(num_steps / max(_FIRST_STEPS, self._since_arrival))
         self._since_arrival += num_steps
         num_others = sum(group[0] is not candidates.sequences[0] for group in oldest.values())
         own_share = 1 - self._oldest_share * num_others / len(oldest) if oldest else 1.0

@@ -133,9 +133,10 @@ def test_a_step_is_efficient_and_longer_only_to_complete_a_prompt(prompts: list[
     num_left = sum(prompts)
     while (plan := steps.run_step()) is not None:
         num_tokens = sum(len(request.token_ids) for request in plan.scheduled)
-        longest = min(1024, int(5 * share * 1024))
+        # A prompt that is not complete after five efficient steps is divided evenly.
+        least = min(1024, int(5 / 2 * share * 1024))
         assert num_tokens >= int(share * 1024) or num_tokens == num_left
-        assert num_tokens >= longest or any(request.samples for request in plan.scheduled)
+        assert num_tokens >= least or any(request.samples for request in plan.scheduled)
         num_left -= num_tokens
     assert not num_left
 
@@ -162,7 +163,20 @@ def test_the_steps_of_a_long_prompt_are_short_soon_after_an_arrival() -> None:
     assert [step()[long] for _ in range(7)] == [5, 5, 10, 20, 40, CHUNK, CHUNK]
     short = steps.add(1)
     assert step() == {long: 1, short: 1}
-    assert [step()[long] for _ in range(6)] == [5, 6, 12, 24, 48, CHUNK]
+    assert [step()[long] for _ in range(6)] == [4, 5, 11, 23, 47, CHUNK]
+
+
+@given(length=st.integers(1, 1024), share=st.floats(0.01, 0.2))
+def test_the_last_step_of_a_lone_prompt_is_not_a_short_rest(length: int, share: float) -> None:
+    """While it computes, the KV of the steps before is sent."""
+    steps = PrefillSteps(num_pages=20_000, chunk_tokens=1024, efficient_share=share)
+    room = steps.add(length)
+    counts = []
+    while (plan := steps.run_step()) is not None:
+        counts += [len(request.token_ids) for request in plan.scheduled]
+    assert room in steps.ended
+    assert sum(counts) == length
+    assert counts[-1] >= counts[0] - len(counts)
 
 
 def test_the_oldest_have_their_share_of_short_steps() -> None:
