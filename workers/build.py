@@ -68,7 +68,7 @@ def make_leader(spec: WorkerSpec, rank: Rank, records: list[RankRecord]) -> Repl
     )
     leaders = [make(spec, rank, records, dp_rank, limits) for dp_rank in range(spec.sizes.dp)]
     policy = spec.config.router.dp_policy
-    return ReplicaLeader(leaders, spec.sizes, depth=depth, num_ahead=ahead, policy=policy)
+    return ReplicaLeader(leaders, spec.sizes, depth=depth, policy=policy)
 
 
 def num_ahead(spec: WorkerSpec, rank: Rank) -> int:

@@ -25,7 +25,7 @@ from workers.engine.rank_groups import RankGroups, join_groups
 from workers.engine.runner import ModelRunner
 from workers.engine.warm_up import warm_up
 from workers.engine.weights import load_model, torch_dtype
-from workers.hicache.storage.weights import weights_digest
+from workers.hicache.storage.weights_digest import weights_digest
 from workers.memory.copy import PinnedMemory
 from workers.memory.huge_pages import use_huge_pages, use_small_pages
 from workers.memory.peer_memory import PeerMemory, open_peer_memory

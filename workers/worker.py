@@ -92,8 +92,9 @@ class Worker:
         ):
             try:
                 link = self._link(self._rank, records, tiers, outbox)
-                steps = RankSteps(self._rank, sender, tiers, self._clock, self.progress)
-                with self._showing_life(records, link):
+                ahead = num_ahead(self.spec, self._rank)
+                steps = RankSteps(self._rank, sender, tiers, self._clock, self.progress, ahead)
+                with self._renewing_lease(records, link):
                     self._work(link, steps, _Parts(sender, checker, tiers, outbox))
                 if self._failure is not None:
                     raise self._failure
@@ -113,8 +114,7 @@ class Worker:
         if self.spec.is_leader:
             leader = make_leader(self.spec, rank, records)
             return LocalLink(leader, self.spec, rank, records, self._inbox, outbox, tiers, self._clock)
-        ahead = num_ahead(self.spec, rank)
-        return RemoteLink(self.spec, rank, records[0].address, ahead, self._inbox, outbox, self._clock)
+        return RemoteLink(self.spec, rank, records[0].address, self._inbox, outbox, self._clock)
 
     def _work(self, link: LeaderLink, steps: RankSteps, parts: "_Parts") -> None:
         is_stopping, round_s = False, 0.0
@@ -171,7 +171,7 @@ class Worker:
         return False
 
     @contextmanager
-    def _showing_life(self, records: list[RankRecord], link: LeaderLink) -> Iterator[None]:
+    def _renewing_lease(self, records: list[RankRecord], link: LeaderLink) -> Iterator[None]:
         """Renew the replica's lease, or report that this rank is alive, while the context is active."""
         if self._rendezvous is None:
             yield
@@ -187,7 +187,7 @@ class Worker:
         url, token = rendezvous.bootstrap_url, rendezvous.token
         if isinstance(link, RemoteLink):
             return LeaseRenewer(url, token, records[self.spec.global_rank], HEARTBEAT_S, self._fail)
-        outbox = Outbox(self._key)
+        outbox = Outbox(self._key)  # not closed, since the thread that uses it may outlive the renewer
 
         def on_table(snapshot: TableSnapshot) -> None:
             outbox.send(self._inbox.address, TableUpdate(snapshot=snapshot))
@@ -205,10 +205,10 @@ class Worker:
 
 
 def _begin(plans: Iterable[StepPlan], link: LeaderLink, steps: RankSteps) -> None:
-    """Start steps. After each, end the oldest one if more than ``num_ahead`` (0 on a CPU) are under way."""
+    """Start steps. Before the next one, end as many as necessary; on a CPU, each has ended by then."""
     for plan in plans:
         steps.begin(plan)
-        if steps.num_begun > link.num_ahead:
+        if steps.is_full:
             link.on_ended(steps.end())
 
 

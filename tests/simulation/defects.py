@@ -317,7 +317,7 @@ def end_a_tier_job_with_the_first_result(patch: Patch) -> None:
 
 def keep_copies_of_evicted_pages(patch: Patch) -> None:
     """A copy in host memory counts although its page may have been reused for other tokens."""
-    patch.setattr(PrefixTree, "stay", lambda _self, _key: None)
+    patch.setattr(PrefixTree, "entry", lambda _self, _key: None)
 
 
 def believe_failed_copies(patch: Patch) -> None:

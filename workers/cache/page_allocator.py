@@ -177,13 +177,12 @@ class PageAllocator:
         keys = self._tree.keys() if self._tree else []
         return [key for key in keys if not lifetime_of(key)]
 
-    def add_journal(self, journal: PageJournal) -> None:
-        if self._tree and journal not in self._tree.journals:
+    def new_journal(self) -> PageJournal:
+        """Return a journal that records every change of the cached pages from now on."""
+        journal = PageJournal()
+        if self._tree:
             self._tree.journals.append(journal)
-
-    def remove_journal(self, journal: PageJournal) -> None:
-        if self._tree and journal in self._tree.journals:
-            self._tree.journals.remove(journal)
+        return journal
 
     def flush(self) -> None:
         if self._tree:

@@ -93,8 +93,8 @@ class PrefixTree:
         node = self._by_key.get(key)
         return node.page if node else None
 
-    def stay(self, key: bytes) -> object | None:
-        """Return the identity of a cached page, which changes when the page is evicted."""
+    def entry(self, key: bytes) -> object | None:
+        """Return a cached page's entry. If the page is evicted and cached again, it is another object."""
         return self._by_key.get(key)
 
     def index_of(self, key: bytes) -> int:

@@ -157,7 +157,9 @@ class Tiers:
             num_lost=self._host_writer.num_lost + self._storage_writer.num_lost,
             num_late=self.prefetcher.num_late,
             num_stuck=self._num_stuck,
-            num_waiting=self._host_writer.num_waiting + self._host_writer.num_left + self._storage_writer.num_waiting,
+            num_waiting=self._host_writer.num_waiting
+            + self._host_writer.num_device_only
+            + self._storage_writer.num_waiting,
             is_attached=self._is_attached,
             is_storing=self._is_storing,
             num_opened=self._writes.num_opened + self._reads.num_opened,

@@ -39,8 +39,6 @@ class LocalLink:
         tiers: TierWorker | None,
         clock: Clock,
     ) -> None:
-        self.num_ahead = leader.num_ahead
-        """Maximum number of earlier steps that may still be under way when a step starts."""
         self.load = ReplicaLoad()
         """Load to report in heartbeats. It is replaced as a whole, since another thread reads it."""
         self.hurry: Callable[[], None] = lambda: None
@@ -133,10 +131,7 @@ class LocalLink:
 class RemoteLink:
     """Link to the leader in another process, with the methods of ``LocalLink``."""
 
-    def __init__(
-        self, spec: WorkerSpec, rank: Rank, address: str, num_ahead: int, inbox: Inbox, outbox: Outbox, clock: Clock
-    ) -> None:
-        self.num_ahead = num_ahead
+    def __init__(self, spec: WorkerSpec, rank: Rank, address: str, inbox: Inbox, outbox: Outbox, clock: Clock) -> None:
         self._dp_rank, self._groups, self._grammars = spec.coords.dp, rank.groups, rank.grammars
         self._address, self._inbox, self._outbox, self._clock = address, inbox, outbox, clock
         self._reports = step_reports(spec, rank)

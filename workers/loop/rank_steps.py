@@ -44,8 +44,16 @@ class RankSteps:
     """Steps of one rank. They end in the order in which they start."""
 
     def __init__(
-        self, rank: Rank, sender: KvSender, tiers: TierWorker | None, clock: Clock, progress: LoopProgress
+        self,
+        rank: Rank,
+        sender: KvSender,
+        tiers: TierWorker | None,
+        clock: Clock,
+        progress: LoopProgress,
+        num_ahead: int = 0,
     ) -> None:
+        """Create a rank without steps. When it starts one, at most ``num_ahead`` earlier ones may be under way."""
+        self._num_ahead = num_ahead
         self._rank, self._sender, self._tiers, self._clock, self._progress = rank, sender, tiers, clock, progress
         self._begun: deque[tuple[StepPlan, BegunStep, float]] = deque()
         self._ended_s = -math.inf
@@ -55,6 +63,11 @@ class RankSteps:
     @property
     def num_begun(self) -> int:
         return len(self._begun)
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether the oldest step must end before another one can start."""
+        return len(self._begun) > self._num_ahead
 
     @property
     def is_due(self) -> bool:

@@ -28,8 +28,6 @@ def use_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def use_small_pages() -> None:
-    """Let this process allocate no more huge pages, so that a step's tensors take no more memory than their bytes. Huge
-    pages that it has stay.
-    """
+    """Stop allocating huge pages, so that a step's tensors take no more memory than their bytes. Keep existing ones."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DISABLE, 1, 0, 0, 0)

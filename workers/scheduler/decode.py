@@ -114,14 +114,13 @@ class DecodeLeader(DpLeader):
         self._send_delayed_tickets(plan.step)
         self._start_granted()
 
+    @property
+    def _num_queued(self) -> int:
+        return len(self._queue)
+
     def load(self) -> ReplicaLoad:
-        submits = [request.submit for request in self._requests.values()]
-        num_waiting = len(self._queue) + self._scheduler.num_waiting
         return replace(
             super().load(),
-            num_waiting=num_waiting,
-            num_running=len(submits) - num_waiting,
-            num_tokens=sum(len(submit.prompt_ids) for submit in submits if submit.prompt_of is None),
             stopping_pages=count_pages(stopping(self._requests.values())),
             quarantined_pages=count_pages(self._quarantined()),
             wrong_pages=self._checks.num_wrong_pages,

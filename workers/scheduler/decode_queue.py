@@ -126,7 +126,7 @@ class DecodeQueue:
         self._num_settled += before - len(self._promised)
 
     def _claim_share(self) -> None:
-        """Take pages of tenants above their share if the oldest request waits and its tenant stays within it.
+        """Preempt tenants above their share so that the oldest waiting request can start, if its tenant stays within.
 
         A tenant's share is its weight's part of all pages. Promises go first, as their requests have computed nothing.
         """

@@ -30,7 +30,7 @@ class PageHolders:
         self._releases: list[Room] = []
         self.running: dict[Room, TokenSequence] = {}
         self.waiting = Waiting[TokenSequence](lambda: Shares.of_pages(self.running.values()))
-        self._num_left = 0
+        self._num_removed = 0
         """Number of sequences removed so far. The caller may free their pages later."""
         self._leaving: list[tuple[TokenSequence, KvState]] = []
         """Sequences removed during a load. The load may still write to their pages."""
@@ -78,7 +78,7 @@ class PageHolders:
         if sequence is None:
             self.waiting.remove(room)
         else:
-            self._num_left += 1
+            self._num_removed += 1
         return sequence
 
     def full_pages(self, room: Room) -> PageLists:
@@ -91,7 +91,7 @@ class PageHolders:
         """Return whether a waiting sequence can get its pages without taking pages reserved for the oldest one."""
         oldest = self.waiting.oldest
         assert oldest is not None, f"room {sequence.room} is not waiting"
-        num_gains = self._allocator.num_gains + self._num_left
+        num_gains = self._allocator.num_gains + self._num_removed
         if self.waiting.is_blocked(sequence, num_gains):
             return False
         if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.is_loading(key):
@@ -171,18 +171,18 @@ class PageHolders:
             return True
         demands = [(needed, sequence.owner_base + kv.num_pages)] * len(kv.pages)
         while not self._allocator.can_allocate(demands):
-            last = self._last(sequence, in_step)
-            if last is sequence and kv.num_pending_samples:
+            victim = self._victim(sequence, in_step)
+            if victim is sequence and kv.num_pending_samples:
                 return False  # preempted now, it would lose the token that a step under way samples
-            if not last.is_loading:
-                self._preempt(last)
-            if last is sequence:
+            if not victim.is_loading:
+                self._preempt(victim)
+            if victim is sequence:
                 return False
         for pages, new in zip(kv.pages, self._allocator.allocate(demands), strict=True):
             pages += new
         return True
 
-    def _last(self, sequence: TokenSequence, in_step: Collection[Room]) -> TokenSequence:
+    def _victim(self, sequence: TokenSequence, in_step: Collection[Room]) -> TokenSequence:
         """Return the sequence to preempt if this one needs a page.
 
         The oldest of the most urgent sequences is only preempted for itself, so some sequence always makes progress.
@@ -201,7 +201,7 @@ class PageHolders:
         """Preempt the latest sequences of tenants that hold more than ``share`` pages per weight, if that frees enough.
         Return whether it does.
 
-        The oldest of the most urgent sequences always makes progress, as in ``_last``.
+        The oldest of the most urgent sequences always makes progress, as in ``_victim``.
 
         Args:
             held: pages that each tenant holds, also in sequences that do not run. Those preempted are deducted.

@@ -33,10 +33,8 @@ from workers.trace.recorder import Recorder
 
 REMEMBERED_ROOMS = 100_000
 """Maximum number of ended rooms that a leader remembers. The oldest rooms are forgotten first."""
-
-
 LAG_S = 5.0
-"""Maximum time between two looks that counts for deadlines of peers; longer than most steps."""
+"""A pause of this process counts against a peer's deadline for at most this long. Most steps are shorter."""
 
 
 class DpLeader(ABC):
@@ -111,8 +109,27 @@ class DpLeader(ABC):
     def has(self, room: Room) -> bool:
         return room in self._requests
 
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of prompt tokens of all requests. Choices that share a prompt count it once."""
+        submits = (request.submit for request in self._requests.values())
+        return sum(len(submit.prompt_ids) for submit in submits if submit.prompt_of is None)
+
+    @property
+    @abstractmethod
+    def _num_queued(self) -> int:
+        """Number of requests that the step scheduler does not have yet and that hold no pages."""
+
     def load(self) -> ReplicaLoad:
+        num_waiting = self._num_queued + self._scheduler.num_waiting
         return ReplicaLoad(
+            num_waiting=num_waiting,
+            num_running=self.num_requests - num_waiting,
+            num_tokens=self.num_tokens,
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
             evicted_pages=self._allocator.num_evicted,

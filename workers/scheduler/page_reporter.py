@@ -33,7 +33,7 @@ class PageReporter:
         self._tiers = tiers
         self._me = me
         self._allocator = allocator
-        self._journal = PageJournal()
+        self._journal = allocator.new_journal()
         self._subscribers: dict[ReplicaId, _Subscriber] = {}
 
     def subscribe(self, router: Peer) -> list[tuple[str, Message]]:
@@ -41,9 +41,11 @@ class PageReporter:
         known = self._subscribers.get(router.replica)
         if known is not None and known.router.incarnation > router.incarnation:
             return []
-        self._allocator.add_journal(self._journal)
+        self._subscribers.pop(router.replica, None)
+        # Otherwise, a page that is new now and gone at the next call would never be reported as gone.
+        reports = self.changes()
         subscriber = self._subscribers[router.replica] = _Subscriber(router)
-        reports = self._report(subscriber, Tier.DEVICE, self._allocator.cached_keys(), [])
+        reports += self._report(subscriber, Tier.DEVICE, self._allocator.cached_keys(), [])
         for tier, keys in self._tiers.keys_below().items() if self._tiers else ():
             reports += self._report(subscriber, tier, _chained(keys), [])
         return reports
@@ -52,9 +54,6 @@ class PageReporter:
         for replica, subscriber in list(self._subscribers.items()):
             if table.is_reaped(subscriber.router):
                 del self._subscribers[replica]
-        if not self._subscribers:
-            self._allocator.remove_journal(self._journal)
-            self._journal.take()
 
     def changes(self) -> list[tuple[str, Message]]:
         """Return reports of the changes since the last call, for all subscribers."""

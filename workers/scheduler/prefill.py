@@ -85,15 +85,12 @@ class PrefillLeader(DpLeader):
         self.report_cache()
         return plan
 
+    @property
+    def _num_queued(self) -> int:
+        return sum(request.state is PrefillState.QUEUED for request in self._requests.values())
+
     def load(self) -> ReplicaLoad:
-        queued = [request for request in self._requests.values() if request.state is PrefillState.QUEUED]
-        return replace(
-            super().load(),
-            num_waiting=len(queued) + self._scheduler.num_waiting,
-            num_running=len(self._requests) - len(queued) - self._scheduler.num_waiting,
-            num_tokens=sum(len(request.submit.prompt_ids) for request in self._requests.values()),
-            sends=self._sends.times,
-        )
+        return replace(super().load(), sends=self._sends.times)
 
     def is_idle(self) -> bool:
         return super().is_idle() and not self._early_tickets

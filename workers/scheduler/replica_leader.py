@@ -33,18 +33,11 @@ class ReplicaLeader:
         sizes: AxisSizes,
         *,
         depth: int = 1,
-        num_ahead: int = 0,
         policy: DpPolicy = DpPolicy.LEAST_TOKENS,
     ) -> None:
-        """Create a leader from the DP ranks' leaders.
-
-        Args:
-            depth: maximum number of steps under way.
-            num_ahead: maximum number of earlier steps that may still be under way on a rank when it starts a step.
-        """
+        """Create a leader from the DP ranks' leaders. At most ``depth`` steps are under way."""
         assert len(leaders) == sizes.dp, f"{len(leaders)} leaders for dp = {sizes.dp}"
         self._leaders, self._sizes, self._depth, self._policy = leaders, sizes, depth, policy
-        self.num_ahead = num_ahead
         self._under_way: list[deque[tuple[StepPlan, float]]] = [deque() for _ in leaders]
         """Plans under way that schedule requests, and the times at which they were made, by DP rank."""
         self._ended_s = [-inf for _ in leaders]
@@ -197,9 +190,8 @@ class ReplicaLeader:
     def _choose(self, room: Room, message: Message) -> int:
         if self._policy is DpPolicy.FOLLOW_ROOM or len(self._leaders) == 1 or not isinstance(message, Submit):
             return room % len(self._leaders)
-        loads = [leader.load() for leader in self._leaders]
         by_requests = self._policy is DpPolicy.LEAST_REQUESTS
-        work = [load.num_waiting + load.num_running if by_requests else load.num_tokens for load in loads]
+        work = [leader.num_requests if by_requests else leader.num_tokens for leader in self._leaders]
         return work.index(min(work))
 
     def _numbered(self, dp_rank: int, address: str, message: Message) -> Message:

@@ -42,8 +42,8 @@ class Shares:
         self._unserved.add(sequence.tenant)
 
     def settle(self) -> None:
-        """End a step. Tenants that got all they wanted are forgotten: they have saved nothing and owe nothing. The
-        least counter of the others becomes 0, which is also where a new tenant starts.
+        """End a step. Forget tenants that got all they wanted, since they have saved nothing and owe nothing. The least
+        counter of the others becomes 0, which is also where a new tenant starts.
         """
         least = min(map(self.used, self._unserved), default=0.0)
         self._used = {tenant: self.used(tenant) - least for tenant in self._unserved}

@@ -40,8 +40,8 @@ class StepLimits:
     chunk_tokens: int
     max_requests: int
     efficient_share: float = 1.0
-    """Share of a full step's time from which on a step's fixed costs are small. A step takes much longer only for the
-    most urgent sequence, so that prompts do not wait for others to be complete.
+    """Smallest share of a full step whose fixed costs are negligible. Only the most urgent sequence may lengthen a step
+    much, so that prompts do not wait for others to be complete.
     """
     depth: int = 1
     """Maximum number of steps under way. Each pipeline stage computes a different step."""
@@ -178,7 +178,7 @@ class StepScheduler:
         num_streams = len(streams)
         if self._limits.depth > 1 and not self._limits.runs_ahead:
             num_streams = -(-sum(sequence.num_outputs > 0 for sequence in running) // self._limits.depth)
-        # The oldest stream gets its page before those whose turn is earlier, so that it is not preempted for them.
+        # Grow the oldest stream first; otherwise streams served earlier could preempt it.
         for sequence in streams[:1]:
             self.holders.grow(sequence, 1)
         for sequence in islice(Turns(streams, self._shares), num_streams):
@@ -214,11 +214,11 @@ class StepScheduler:
     def _step_share(self, candidates: _Candidates, oldest: _ByLength) -> float:
         """Return this step's length as a share of a full step: efficient, and enough for the most urgent sequence.
 
-        Between one and two efficient steps, stop where a sequence is complete: part of another one would delay this one.
+        Between one and two efficient steps, stop where a sequence is complete. Part of another one would delay it.
 
         A sequence that arrives waits for the step under way. After a recent arrival, another one is likely, so a step
-        takes no longer than the steps since then. The most urgent sequence is then divided evenly: the KV of all but
-        its last step is sent while that step computes, which must not be short.
+        takes no longer than the steps since then. The most urgent sequence is then divided evenly, since the KV of
+        all steps but its last is sent while the last one computes.
         """
         if not candidates.sequences:
             return 1.0

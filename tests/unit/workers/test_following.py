@@ -73,10 +73,10 @@ class Rank:
         nobody: Any = None
         spec: Any = SimpleNamespace(coords=SimpleNamespace(dp=0))
         with patch.object(leader_link, "step_reports", lambda *_: reports):
-            link = RemoteLink(spec, rank, "leader", 1, inbox, nobody, clock)
+            link = RemoteLink(spec, rank, "leader", inbox, nobody, clock)
         tiers = SimpleNamespace(submit=lambda job: self.calls.append(("job", job.job_id)))
         parts: Any = SimpleNamespace(tiers=tiers)
-        Worker._work(worker, link, RankSteps(rank, sender, nobody, clock, worker.progress), parts)
+        Worker._work(worker, link, RankSteps(rank, sender, nobody, clock, worker.progress, num_ahead=1), parts)
         return self.calls
 
 
@@ -141,7 +141,6 @@ def test_a_request_waits_for_its_grammar_outside_the_scheduler() -> None:
         passed.extend([message.room] if isinstance(message, Submit) else message.rooms)
 
     leader: Any = SimpleNamespace(
-        num_ahead=0,
         must_end="",
         has_work=lambda: False,
         tick=lambda _: None,

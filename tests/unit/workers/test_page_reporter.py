@@ -80,7 +80,22 @@ def test_subscribed_routers_get_events() -> None:
     assert [address for address, _ in reporter.changes()] == ["router-b.1"]
 
 
-def test_nothing_is_recorded_without_subscribers() -> None:
+def test_a_router_learns_that_a_page_is_gone_which_was_new_when_it_subscribed() -> None:
+    reporter, allocator = reporter_of()
+    reporter.subscribe(router())
+    cached(allocator, [1] * 4)
+    keys = page_keys([1] * 4, PAGE_SIZE)
+    reported = reporter.subscribe(router(1, "router-b"))
+    assert [(address, message.stored) for address, message in reported if isinstance(message, KvEvents)] == [
+        ("router.1", keys),
+        ("router-b.1", keys),
+    ]
+    allocator.flush()
+    gone = [(address, message.removed) for address, message in reporter.changes() if isinstance(message, KvEvents)]
+    assert gone == [("router.1", keys), ("router-b.1", keys)]
+
+
+def test_nothing_is_reported_without_subscribers() -> None:
     reporter, allocator = reporter_of()
     reporter.subscribe(router())
     reporter.on_table(TableSnapshot(version=1, replicas=(), reaped={ROUTER: Incarnation(1)}))

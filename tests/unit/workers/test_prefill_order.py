@@ -168,7 +168,7 @@ def test_the_steps_of_a_long_prompt_are_short_soon_after_an_arrival() -> None:
 
 @given(length=st.integers(1, 1024), share=st.floats(0.01, 0.2))
 def test_the_last_step_of_a_lone_prompt_is_not_a_short_rest(length: int, share: float) -> None:
-    """While it computes, the KV of the steps before is sent."""
+    """A rank sends the KV of earlier steps while the last step computes."""
     steps = PrefillSteps(num_pages=20_000, chunk_tokens=1024, efficient_share=share)
     room = steps.add(length)
     counts = []

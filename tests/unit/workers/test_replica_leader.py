@@ -83,12 +83,20 @@ class FakeLeader(DpLeader):
 
     def report_cache(self) -> None: ...
 
+    @property
+    def num_requests(self) -> int:
+        return sum(isinstance(message, Submit) for message in self.got)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(message.prompt_ids) for message in self.got if isinstance(message, Submit))
+
+    @property
+    def _num_queued(self) -> int:
+        return 0
+
     def load(self) -> ReplicaLoad:
-        submits = [message for message in self.got if isinstance(message, Submit)]
-        num_tokens = sum(len(submit.prompt_ids) for submit in submits)
-        return ReplicaLoad(
-            num_running=len(submits), num_tokens=num_tokens, free_pages=1, total_pages=2, tiers=self.tier_state
-        )
+        return ReplicaLoad(free_pages=1, total_pages=2, tiers=self.tier_state)
 
     def is_idle(self) -> bool:
         return not self.plans

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from workers.hicache.storage.weights import weights_digest
+from workers.hicache.storage.weights_digest import weights_digest
 
 
 def weights_folder(folder: Path, **tensors: np.ndarray) -> Path:

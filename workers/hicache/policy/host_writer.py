@@ -43,7 +43,7 @@ class HostWriter:
         self._saved: list[bytes] = []
         self._received: set[bytes] = set()
         self._is_draining = False
-        self._left: list[deque[bytes]] = [deque() for _ in range(host.num_owners)]
+        self._device_only: list[deque[bytes]] = [deque() for _ in range(host.num_owners)]
         """Pages by owner that exist only on the device. Filled while a replica drains under ``write_back``."""
 
     def note_hits(self, keys: list[bytes]) -> None:
@@ -73,19 +73,19 @@ class HostWriter:
             return
         self._is_draining = is_draining
         self._seen = -1, -1
-        for left in self._left:
-            left.clear()
+        for keys in self._device_only:
+            keys.clear()
         if is_draining:
-            self._leave(self._tree.keys())
+            self._note_device_only(self._tree.keys())
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     @property
-    def num_left(self) -> int:
+    def num_device_only(self) -> int:
         """Return the number of pages that wait for space in host memory."""
-        return sum(map(len, self._left))
+        return sum(map(len, self._device_only))
 
     def advance(self) -> None:
         """Submit due saves, up to the limit of open jobs."""
@@ -94,7 +94,7 @@ class HostWriter:
         for key in removed:
             self._hits.pop(key, None)
         if self._is_draining:
-            self._leave(stored)
+            self._note_device_only(stored)
         self.note_pinned(stored)
         if self._policy is WritePolicy.WRITE_THROUGH:
             self._waiting += [key for key in stored if key not in received]
@@ -103,8 +103,8 @@ class HostWriter:
         while self._waiting and self._jobs.num_open(TierJobKind.SAVE) < MAX_OPEN:
             pages = self._next_batch()
             if pages:
-                stays = [self._tree.stay(page.key) for page in pages]
-                self._jobs.submit(TierJobKind.SAVE, pages, partial(self._on_saved, pages, stays))
+                entries = [self._tree.entry(page.key) for page in pages]
+                self._jobs.submit(TierJobKind.SAVE, pages, partial(self._on_saved, pages, entries))
 
     def take_saved(self) -> list[bytes]:
         saved, self._saved = self._saved, []
@@ -113,7 +113,7 @@ class HostWriter:
     def _look_ahead(self) -> None:
         """Queue the next pages to evict, unless nothing has changed since the last call."""
         if self._seen != (self._tree.version, self._host.version):
-            self._waiting += self._next_left() if self._is_draining else self._next_to_go()
+            self._waiting += self._next_device_only() if self._is_draining else self._next_to_go()
             self._seen = self._tree.version, self._host.version
 
     def _next_to_go(self) -> list[bytes]:
@@ -129,9 +129,9 @@ class HostWriter:
         self._host.touch(wanted[::-1])  # a prefix's deepest pages are the least recently used
         return [key for key in wanted if key not in self._host]
 
-    def _leave(self, keys: Iterable[bytes]) -> None:
+    def _note_device_only(self, keys: Iterable[bytes]) -> None:
         for key in self._only_on_device(keys):
-            self._left[self._host_owner(key)].append(key)
+            self._device_only[self._host_owner(key)].append(key)
 
     def _host_owner(self, key: bytes) -> int:
         return self._tree.index_of(key) % self._host.num_owners
@@ -139,13 +139,13 @@ class HostWriter:
     def _only_on_device(self, keys: Iterable[bytes]) -> list[bytes]:
         return [key for key in keys if key not in self._host and self._tree.page_of(key) is not None]
 
-    def _next_left(self) -> list[bytes]:
-        """Return pages from ``_left``, as many as open jobs and host memory can take if no unstored page is evicted."""
+    def _next_device_only(self) -> list[bytes]:
+        """Return as many of these pages as open jobs and host memory can take without evicting an unstored page."""
         limit = max(1, MAX_OPEN * BATCH_PAGES // self._host.num_owners)
         return [
-            left.popleft()
-            for owner, left in enumerate(self._left)
-            for _ in range(self._host.make_room(owner, min(limit, len(left))))
+            keys.popleft()
+            for owner, keys in enumerate(self._device_only)
+            for _ in range(self._host.make_room(owner, min(limit, len(keys))))
         ]
 
     def _next_batch(self) -> list[TierPage]:
@@ -164,9 +164,9 @@ class HostWriter:
                 pages.append(TierPage(key=key, index=index, depth=depth, device=device, host=host))
         return pages
 
-    def _on_saved(self, pages: list[TierPage], stays: list[object], outcome: Outcome) -> None:
-        for page, stay, is_done in zip(pages, stays, outcome.done, strict=True):
-            if is_done and self._tree.stay(page.key) is stay:
+    def _on_saved(self, pages: list[TierPage], entries: list[object], outcome: Outcome) -> None:
+        for page, entry, is_done in zip(pages, entries, outcome.done, strict=True):
+            if is_done and self._tree.entry(page.key) is entry:
                 self._host.fill(page.key)
                 self._saved.append(page.key)
                 continue
